@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from bench.cases import OPS, RELEASE, SUITE_DIRECTIONS, SUITES, select
+from bench.cases import OPS, RELEASE, SUITE_DIRECTIONS, SUITES
 from bench.op import DTYPES, Case
 from bench.quantized import Quantized
 from bench.rotated import Rotated
@@ -57,64 +57,20 @@ def test_bytes_are_what_the_mathematics_needs(op):
     assert op.bytes("inference", case) == found[0]
 
 
-@every_op
-def test_inputs_are_equal_at_every_call_and_differ_from_the_gradients(op):
-    case = case_of(op)
-    first, again, grads = op.made(case, "cpu"), op.made(case, "cpu"), op.output_grads(case, "cpu")
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    shapes = op.shapes(case)
-    assert [t.shape for t in grads] == [shapes[name] for name in op.outputs]
-    given = dict(zip(op.inputs, first, strict=True))
-    assert all(given[name].shape == shapes[name] for name in given if name in shapes)
-    assert tuple(name for name, x in given.items() if x.requires_grad) == op.trained
-    assert not torch.equal(first[0], grads[0])
-
-
-def test_input_with_heads_is_a_slice_of_a_fused_projection():
+def test_inputs_of_a_model_are_slices_of_its_projections():
     x, weight = OPS["head_rms_norm"].made(Case("head_rms_norm", "float32", 96, 16), "cpu")
     assert (x.shape, weight.shape) == ((3, 32, 16), (32, 16))
     assert x.stride() == (3 * 32 * 16, 16, 1)
-
-
-def test_parameters_by_group_are_chunks_of_one_projection():
     op = OPS["modulated_layer_norm gated"]
     x, _, *by_group = op.made(case_of(op), "cpu")
+    assert torch.equal(x, op.made(case_of(op), "cpu")[0])
     assert x.shape == (GROUPS, M // GROUPS, N)
     assert [p.stride() for p in by_group] == [(6 * N, 1)] * 3
-    assert 1 + by_group[0].min() >= 0.25 and 1 + by_group[0].max() <= 0.75
 
 
-@pytest.mark.parametrize("name", SUITES)
-def test_suites_have_no_case_twice_and_whole_tokens(name):
-    cases = SUITES[name]
-    assert len(set(cases)) == len(cases)
-    assert all(case.m % (OPS[case.op].unit * case.groups) == 0 for case in cases)
-
-
-def test_a_release_has_every_op_in_every_dtype_and_begins_with_what_is_shown():
+def test_a_release_has_every_op_in_every_dtype_in_whole_tokens():
     cases = SUITES[RELEASE]
     assert {(c.op, c.dtype) for c in cases} == {(op, dtype) for op in OPS for dtype in DTYPES}
+    assert len(set(cases)) == len(cases)
+    assert all(case.m % (OPS[case.op].unit * case.groups) == 0 for case in cases)
     assert RELEASE not in SUITE_DIRECTIONS
-    plain = [c.n for c in cases if c.op == "rms_norm" and c.dtype == "bfloat16"]
-    assert plain[:4] == [1024, 4096, 16384, 65536] and {256, 262144} < {*plain}
-    assert [c.dtype for c in cases] == sorted((c.dtype for c in cases), key=list(DTYPES).index)
-
-
-def test_select_keeps_only_the_given_names_and_sizes():
-    cases = select("release", ["layer_norm"], ["float16"], [65536, 256])
-    assert [(case.op, case.n) for case in cases] == [("layer_norm", 65536), ("layer_norm", 256)]
-    assert select("tutorial", hidden=[7]) == []
-
-
-@pytest.mark.parametrize(
-    ("op", "m", "n", "elements", "rows"),
-    [
-        ("rms_norm", 4096, 1024, 1 << 18, 256),
-        ("rms_norm", 512, 131072, 1024, 1),
-        ("rms_norm", 2, 64, 1024, 2),
-        ("head_rms_norm", 4096, 64, 100 * 64, 96),
-        ("head_rms_norm", 4096, 64, 64, 32),
-    ],
-)
-def test_shrunk_takes_fewer_rows_but_at_least_one(op, m, n, elements, rows):
-    assert OPS[op].shrunk(Case(op, "float32", m, n), elements).m == rows

@@ -1,16 +1,10 @@
 import os
 
-import pytest
-
 from bench import first_call, worker
 from bench.__main__ import main
-from bench.cases import OPS
-from bench.op import Case
 from bench.providers import Provider
 from tilenorm.spec import NormSpec
 from tilenorm.tools import precompile
-
-CASE = Case("rms_norm", "float32", 8, 16)
 
 
 def test_cold_and_warm_calls_run_in_two_processes_with_one_cache(monkeypatch, without_gpu, again):
@@ -22,28 +16,21 @@ def test_cold_and_warm_calls_run_in_two_processes_with_one_cache(monkeypatch, wi
 
     monkeypatch.setattr(worker, "run", run)
     monkeypatch.setattr(first_call, "ROWS", 8)
-    options = ["--hidden", "16", "--dtype", "float32", "--provider", "torch", "quack"]
+    named = Provider("tilenorm", lambda op: lambda *given: op.eager(*given).detach(), on_cpu=True)
+    monkeypatch.setitem(first_call.PROVIDERS, "tilenorm", named)  # its backward fails
+    names = ["torch", "tilenorm", "quack"]
+    options = ["--hidden", "16", "--dtype", "float32", "--provider", *names]
     found, out, _ = again(["first-call", *options])
-    assert len(folders) == 2 and len(set(folders)) == 1
+    assert len(folders) == 4 and len(set(folders)) == 2
     assert "absent: quack (needs a GPU)" in out
-    assert [(line.n, line.dtype, line.direction) for line in found.first_calls] == [
-        (*spec, way)
-        for spec in ((512, "float16"), (16, "float32"))
-        for way in ("forward", "backward")
+    assert [(line.provider, line.n, line.direction) for line in found.first_calls] == [
+        (name, n, way) for name in names[:2] for n in (512, 16) for way in ("forward", "backward")
     ]
-    assert all(line.cold_s > 0 and line.warm_s > 0 for line in found.first_calls)
-
-
-def test_failure_is_shown_for_its_direction_alone(monkeypatch):
-    def forward_only(op):
-        return lambda x, w: op.eager(x.detach(), w.detach())
-
-    named = {"half": Provider("half", forward_only, on_cpu=True)}
-    monkeypatch.setattr(first_call, "PROVIDERS", named)
-    forward, backward = first_call.measure([CASE], "half", "cpu")
-    assert forward.cold_s > 0 and not forward.error
-    assert backward.cold_s is None
-    assert backward.error == "NotImplementedError: has a forward only"
+    for line in found.first_calls:
+        if line.provider == "tilenorm" and line.direction == "backward":
+            assert line.error == "NotImplementedError: has a forward only" and not line.cold_s
+        else:
+            assert line.cold_s > 0 and line.warm_s > 0
 
 
 def test_failed_process_is_one_line(monkeypatch, without_gpu, capsys):
@@ -56,14 +43,13 @@ def test_failed_process_is_one_line(monkeypatch, without_gpu, capsys):
         assert capsys.readouterr().out.count("torch: not done after 1 s") == lines
 
 
-@pytest.mark.parametrize("op", ["rms_norm", "add_layer_norm"])
-def test_precompile_compiles_the_specs_that_are_called(monkeypatch, op):
+def test_precompile_compiles_the_specs_that_are_called(monkeypatch):
     specs = []
     monkeypatch.setattr(worker, "run", lambda function, timeout_s, argv: function(argv))
     monkeypatch.setattr(
         precompile, "precompile", lambda all, *rest: specs.extend(all) or [[] for _ in all]
     )
-    found = first_call.precompile(op, [64, 128], ["float32"], "sm_90")
+    found = first_call.precompile("add_layer_norm", [64, 128], ["float32"], "sm_90")
     assert found.seconds > 0
-    parameters = {"weight": "float32", "bias": "float32" if "bias" in OPS[op].columns else None}
-    assert specs == [NormSpec.of(op, n, "float32", **parameters) for n in (64, 128)]
+    parameters = {"weight": "float32", "bias": "float32"}
+    assert specs == [NormSpec.of("add_layer_norm", n, "float32", **parameters) for n in (64, 128)]

@@ -53,8 +53,7 @@ def test_provider_without_an_op_is_absent_from_that_op_alone(monkeypatch, capsys
     lacks = ("layer_norm", "add_rms_norm", "add_layer_norm", "head_rms_norm")
     assert f"absent: some ({'; '.join(f'has no {op}' for op in lacks)})" in out
     assert "absent: broken (ZeroDivisionError: division by zero)" in out
-    assert "rms_norm forward, bfloat16" in out
-    assert "layer_norm forward" not in out
+    assert "rms_norm forward, bfloat16" in out and "layer_norm forward" not in out
 
 
 def test_options_narrow_a_run_and_a_record(tmp_path, capsys):
@@ -67,18 +66,12 @@ def test_options_narrow_a_run_and_a_record(tmp_path, capsys):
         out = capsys.readouterr().out
         assert "rms_norm forward, bfloat16" in out and "backward, bfloat16" not in out
         assert "\n1024" not in out.replace(" ", "") and "host time" not in out
-        assert "tilenorm" not in [line.split()[0] for line in out.splitlines()[2:] if line.strip()]
-        main([*command, "--direction", "host"])
-        out = capsys.readouterr().out
-        assert "rms_norm: host time" in out and "GB/s (" not in out
 
 
 def test_small_batches_are_shown_in_microseconds(capsys):
     main(["--suite", "latency", "--op", "rms_norm", "--hidden", "2048"])
     out = capsys.readouterr().out
     assert "rms_norm inference, bfloat16: µs" in out and "GB/s" not in out
-    lines = [line.split() for line in out.splitlines()]
-    assert [row[1] for row in lines if row[:1] == ["2048"]] == ["1", "2"]  # fewer rows on a CPU
 
 
 def test_size_outside_the_suite_is_refused_with_a_list_of_sizes():

@@ -1,11 +1,11 @@
 """``bench train --parallel``: both variants over the same shards, with gloo at a tiny size."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from bench import pair, parallel
 from bench.pair import Settings, model_of
@@ -21,24 +21,20 @@ def settings_of(fsdp: int, tp: int, **options) -> Settings:
     return Settings(shape, LLAMA, fsdp=fsdp, tp=tp, device=device(), **options)
 
 
-def measured(names, settings: Settings, pairs: int = 2) -> dict:
-    return pair.measure(names, settings, pairs, FOREVER)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("fsdp, tp", [(4, 1), (2, 2)])
 @on_every_rank
 def test_a_pair_over_a_mesh(fsdp, tp):
     """All ranks have the same fields, with losses as one process has them, the same in each run."""
     given = settings_of(fsdp, tp, deterministic=True)
-    found = measured(["eager", "patch-add"], given)
+    found = pair.measure(["eager", "patch-add"], given, 2, FOREVER)
     assert found["gpus"] == len(found["ranks"]) == 4 and len(found["pairs_us"]) == 2
     assert found["gradient_change"] < 0.02
     own = torch.tensor(found["ranks"][dist.get_rank()]["pairs_us"])
     assert (own <= torch.tensor(found["pairs_us"])).all()
     assert len({str(each) for each in parallel.of_all(found["pairs_us"])}) == 1
     assert "Block runs the sum" in found["reports"][1]
-    again = measured(["eager", "patch-add"], given)
+    again = pair.measure(["eager", "patch-add"], given, 2, FOREVER)
     assert again["losses"] == found["losses"] and again["step_losses"] == found["step_losses"]
     # A loss is of a sample's tokens: the first process of each group has a batch of its own.
     losses = parallel.of_all(found["step_losses"])
@@ -49,17 +45,15 @@ def test_a_pair_over_a_mesh(fsdp, tp):
 @pytest.mark.slow
 @on_every_rank
 def test_the_losses_are_those_of_one_process():
-    found = measured(["eager", "patch"], settings_of(1, 4), 1)["losses"]
+    found = pair.measure(["eager", "patch"], settings_of(1, 4), 1, FOREVER)["losses"]
     given = settings_of(1, 1)
     model = model_of(given.shape, device=device(), dtype=torch.bfloat16)
     (tokens,) = pair.Training(given, model).inputs
     assert found[0] == pytest.approx(model(tokens).item(), rel=2e-3)
 
 
-@on_every_rank
 def test_rows_that_are_cut_unevenly_are_refused():
-    mesh = init_device_mesh(device(), (4, 1), mesh_dim_names=parallel.DIMENSIONS)
-    shape = replace(tiny(MODELS[LLAMA]), vocab=42)
-    model = model_of(shape, device=device(), dtype=torch.bfloat16)
+    mesh = {"fsdp": SimpleNamespace(size=lambda: 4)}
+    model = model_of(replace(tiny(MODELS[LLAMA]), vocab=42), device="cpu", dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="42 rows, which fsdp=4 cuts"):
         parallel.sharded(model, mesh)

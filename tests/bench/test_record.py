@@ -1,108 +1,37 @@
-"""Records are written, read, merged and shown. test_documents.py tests whole pages."""
+"""Records are read, written and merged, and what does not belong together is refused."""
 
+import json
 from dataclasses import replace
-from itertools import product
-from random import Random
 
 import pytest
 
-from bench import report
-from bench.plot import _STYLES, save
-from bench.providers import PROVIDERS
-from bench.record import (
-    CONFIDENCE,
-    Accuracy,
-    Cell,
-    Copy,
-    FirstCall,
-    Host,
-    Precompile,
-    Record,
-    estimate,
-    merge,
-    read,
-    to_json,
-)
+from bench import documents, provenance, record
+from bench.__main__ import main
+from bench.record import Cell, Copy, Record, merge, read, to_json, what, writing
 
 RUN = {
     "date": "2026-01-02T03:04:05+00:00",
     "command": "python -m bench",
     "device": "cuda",
     "machine": "Some GPU",
-    "python": "3.12",
     "torch": "2.11",
     "cuda": "13.0",
-    "tileiras": None,
-    "packages": {"triton": "3.6", "tilegym": None},
+    "packages": {"triton": "3.6"},
     "tilenorm": "0.1",
     "commit": "abc",
-    "absent": {"tilegym": "ModuleNotFoundError: No module named 'tilegym'"},
+    "absent": {},
 }
 SHAPE = {"op": "rms_norm", "dtype": "bfloat16", "m": 1000, "n": 1024, "direction": "forward"}
 TIMED = {"bytes": 4_000_000, "spread": 0.01, "samples": 10, "timing": "graph"}
-SPEC = {"op": "rms_norm", "dtype": "float32", "m": 2048, "n": 4096}
-OTHER_LINES = (
-    FirstCall(**SPEC, direction="forward", provider="tilenorm", cold_s=1.25, warm_s=0.0312),
-    FirstCall(**SPEC, direction="forward", provider="compile", cold_s=4.5),
-    FirstCall(**SPEC, direction="backward", provider="quack", error="ValueError: no"),
-    Precompile("rms_norm", "--arch sm_90 --hidden 4096", 16, 7.5),
-    Accuracy(**SPEC, inputs="normal", provider="torch", ulps={"y": 0.5}),
-    Accuracy(**SPEC, inputs="zero rows", provider="torch", ulps={"y": 0.25}),
-)
-
-
-def cell(provider: str, us: float | None = None, **fields) -> Cell:
-    return Cell(
-        **{**SHAPE, **(TIMED if us else {"bytes": 1}), **fields}, provider=provider, median_us=us
-    )
-
-
-@pytest.fixture
-def record():
-    lines = [
-        Copy("bfloat16", 1000, 1024, 4_000_000, 1.0, 0.0, 10, "graph"),
-        cell("quack", m=10, n=131072, status="refused", error="ValueError: too wide"),
-        cell("tilenorm", 2.0),
-        cell("torch", 4.0),
-        cell("quack", 1.6),
-        Host("rms_norm", "bfloat16", 16, 1024, "tilenorm", 11.25, None, "OSError: no"),
-        Host("rms_norm", "bfloat16", 16, 1024, "torch", 9.0, 70.0),
-    ]
-    return Record([RUN], lines)
-
-
-def written(record):
-    return [to_json(line) for line in (*record.runs, *record.lines)]
-
-
-def rows_of(text):
-    return [" ".join(line.split()) for line in text.splitlines()]
-
-
-def test_written_record_is_read_back_with_rates_beside_the_times(record):
-    for line in OTHER_LINES:
-        record.add(line)
-    assert read(written(record)) == record
-    assert merge([record, record]) == replace(record, runs=[RUN, RUN])
-    assert [cell.gbps for cell in record.cells] == [None, 2000.0, 1000.0, 2500.0]
-
-
-def test_last_line_of_a_run_that_was_cut_off_is_ignored(record):
-    lines = written(record)
-    whole = read(lines)
-    assert read([*lines, lines[-1][:-9]]) == whole
-    with pytest.raises(ValueError, match="line 2 "):
-        read([lines[0], lines[1][:-9] + "}", lines[2]])
+SUITE = ["--suite", "release", "--op", "rms_norm", "--dtype", "bfloat16", "--hidden", "256"]
 
 
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
         ([], "no run line"),
-        (["{"], "line 1 "),
         (['{"record": "run"}', '{"record": "mystery"}'], "line 2 "),
         (['{"record": "run"}', '{"record": "cell", "op": "rms_norm"}'], "line 2 "),
-        (['{"record": "cell"}'], "line 1 "),
     ],
 )
 def test_damaged_record_is_refused_with_its_line(lines, message):
@@ -110,50 +39,65 @@ def test_damaged_record_is_refused_with_its_line(lines, message):
         read(lines)
 
 
-def test_records_of_one_machine_are_merged_into_one_report(record):
-    later = {**RUN, "date": "2026-01-03", "absent": {"quack": "has no layer_norm"}}
-    other = Record([later], [cell("tilenorm", 4.0, op="layer_norm"), cell("quack", 3.0)])
-    merged = merge([record, other])
-    assert [cell.median_us for cell in merged.cells if cell.n == 1024] == [2.0, 4.0, 3.0, 4.0]
-    lines = report.render(merged).splitlines()
-    assert lines[:2] == [f"tilenorm 0.1 (abc) on Some GPU, {run['date']}" for run in (RUN, later)]
-    assert lines[2].startswith("torch 2.11, CUDA 13.0")
-    assert lines[3].startswith("absent: tilegym (ModuleNotFoundError")
-    assert lines[4] == "absent: quack (has no layer_norm)"
-    table = lines.index("layer_norm forward, bfloat16: GB/s (% of a copy)")
-    assert lines[table + 2].split() == ["1024", "1000", "1000", "(25%)", "4000", "-"]
+def keys(path) -> list[tuple]:
+    found = record.load([path])
+    return [what(line) for line in (*found.cells, *found.copies, *found.hosts)]
+
+
+@pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")
+def test_a_run_that_ended_early_goes_on_in_its_file(tmp_path, capsys, tiny):
+    path = tmp_path / "release.jsonl"
+    command = [*SUITE, "--out", str(path)]
+    main([*command, "--provider", "torch", "--direction", "forward"])
+    (first,) = [line for line in path.read_text().splitlines() if '"cell"' in line]
+    path.write_text(path.read_text() + '{"record": "cell", "op"')  # cut off
+    assert len(keys(path)) == 2
+    main([*command, "--max-seconds", "-1"])
+    assert "out of time after 0 of 5" in capsys.readouterr().err
+    main(command)
+    lines = path.read_text().splitlines()
+    assert first in lines and all(map(json.loads, lines))
+    assert sum('"run"' in line for line in lines) == 3
+    assert len(keys(path)) == len({*keys(path)}) == 4 + 1 + 2
+    whole = path.read_text()
+    main(command)
+    assert path.read_text().startswith(whole) and len(keys(path)) == 7
+
+
+@pytest.mark.parametrize("field", ["suite", "commit", "sources", "machine", "torch", "packages"])
+def test_a_file_of_another_run_is_refused_and_left_as_it_was(tmp_path, field):
+    path = tmp_path / "release.jsonl"
+    run = {**RUN, "suite": "release", "sources": "1"}
+    path.write_text(to_json(run | {field: "2"}) + "\n")
+    before = path.read_text()
+    other = writing(str(path), run)
+    with pytest.raises(SystemExit, match=f"is of {field} 2, .*: give another file"), other:
+        pass
+    assert path.read_text() == before
+
+
+def test_sources_are_a_digest_of_the_package(monkeypatch, tmp_path):
+    (tmp_path / "tilenorm").mkdir()
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    digests = {provenance._sources()}
+    for name, text in (("a.py", "x"), ("a.py", "y"), ("b.json", "y"), ("c.md", "y")):
+        (tmp_path / "tilenorm" / name).write_text(text)
+        digests.add(provenance._sources())
+    assert len(digests) == 4
+
+
+def test_a_table_of_a_release_and_another_commit_or_machine_is_refused(tmp_path):
+    runs = {**RUN, "suite": "release"}, {**RUN, "commit": "def"}
+    for name, run in zip("ab", runs, strict=True):
+        line = Cell(**SHAPE | {"op": name}, **TIMED, provider="tilenorm", median_us=1.0)
+        copy = Copy("bfloat16", SHAPE["m"], SHAPE["n"], **TIMED, median_us=1.0)
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(to_json, (run, copy, line))))
+    path = tmp_path / "a.md"
+    path.write_text("<!-- summary: a.jsonl b.jsonl -->\n<!-- end -->\n")
+    with pytest.raises(ValueError, match="beside no other commit's, got abc, def"):
+        documents.rewritten(path)
+    of_release = record.load([tmp_path / "a.jsonl"])
+    later = Record(of_release.runs, [replace(of_release.cells[0], median_us=2.0)])
+    assert [cell.median_us for cell in merge([of_release, later]).cells] == [2.0]
     with pytest.raises(ValueError, match="Another GPU"):
-        merge([record, Record([{**RUN, "machine": "Another GPU"}])])
-
-
-def test_plot_is_an_svg_with_a_style_for_every_provider(record, tmp_path):
-    assert set(_STYLES) == {*PROVIDERS}
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "plot.svg"
-    record.add(cell("torch", 1.0, direction="inference"))
-    save(record, str(path))
-    text = path.read_text()
-    assert "<svg" in text and "rms_norm forward, bfloat16" in text and "inference" not in text
-    with pytest.raises(ValueError, match="nothing to plot"):
-        save(Record([RUN]), str(path))
-
-
-@pytest.mark.parametrize("n", range(1, 13))
-def test_share_of_all_signs_that_the_interval_misses(n):
-    """Each sample is below or above the median with probability 1/2: all 2^n cases are as likely.
-
-    The interval misses as few cases as it can: the next narrower one misses too many.
-    """
-    median, low, high = estimate(Random(n).sample(range(n), n))
-    assert median == (n - 1) / 2
-    if low is None:
-        assert 2 * 0.5**n > 1 - CONFIDENCE
-        return
-    assert low + high == n - 1
-
-    def missed(k: int) -> float:
-        """The share of the cases that have at most k samples on one side of the median."""
-        cases = [sum(signs) for signs in product((0, 1), repeat=n)]
-        return sum(below <= k or below >= n - k for below in cases) / len(cases)
-
-    assert missed(low) <= 1 - CONFIDENCE < missed(low + 1)
+        merge([of_release, Record([{**RUN, "machine": "Another GPU"}])])

@@ -1,9 +1,11 @@
 """bench train: the alternation of steps, tiny models on the CPU, the command and its tables."""
 
 import os
-import random
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
+from itertools import count, repeat
 
 import pytest
 import torch
@@ -12,19 +14,20 @@ from torch import nn
 import tilenorm
 from bench import pair, parallel, record, train, worker
 from bench.__main__ import main
-from bench.models import Transformer
-from bench.pair import Settings, changes_of, model_of, prepared
-from bench.record import Pair
+from bench.pair import Settings, model_of
 from bench.shapes import LLAMA, MODELS, tiny
 from bench.timing import Timer
 
 from ..ops.helpers import SLOW, slow
-from .test_record import rows_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")
 FOREVER = float("inf")
 QUICK = ("Qwen3 8B",)
-COMPILED = [("compile", "tilenorm-compile"), pytest.param(("patch-compile", "compile"), marks=SLOW)]
+COMPILED = [
+    (("compile", "tilenorm-compile"), False),
+    (("tilenorm-compile", "compile"), True),
+    pytest.param(("patch-compile", "compile"), False, marks=SLOW),
+]
 
 
 class Clock(Timer):
@@ -43,50 +46,31 @@ class Clock(Timer):
     def between(self, start, end):
         return end - start
 
-    def steps(self, us):
-        """A step named A and a step named B. ``us`` has the time of each, or a function of it."""
+    def steps(self, **us):
+        """The steps A and B. ``us`` has the times of each."""
 
         def step(name):
-            def run():
-                self.order.append(name)
-                self.now += us[name]() if callable(us[name]) else us[name]
+            self.order.append(name)
+            self.now += next(us[name])
 
-            return run
-
-        return [step("A"), step("B")]
+        return [partial(step, "A"), partial(step, "B")]
 
 
 def test_each_variant_is_first_in_every_second_pair_and_times_are_its_own():
-    clock, times = Clock(), {"A": iter(range(100, 200)), "B": iter(range(500, 600))}
-    steps = clock.steps({name: times[name].__next__ for name in times})
+    clock = Clock()
+    steps = clock.steps(A=count(100), B=count(500))
     found, peaks = pair.alternated(steps, 5, clock, FOREVER)
     assert "".join(clock.order) == "ABBAABBAAB"
-    assert found == [[100 + i, 500 + i] for i in range(5)]
-    assert peaks == [None, None]
+    assert (found, peaks) == ([[100 + i, 500 + i] for i in range(5)], [None, None])
 
 
 def test_host_is_at_most_one_pair_ahead_and_no_pair_starts_after_the_deadline(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(pair.time, "time", lambda: clock.now)
-    found, _ = pair.alternated(clock.steps({"A": 2.0, "B": 3.0}), 40, clock, 17.0)
+    found, _ = pair.alternated(clock.steps(A=repeat(2.0), B=repeat(3.0)), 40, clock, 17.0)
     assert found == [[2.0, 3.0]] * 4
     assert clock.waited == [5.0, 10.0, 15.0, 20.0]  # the last wait is for the last pair
     assert pair.alternated([None, None], 40, clock, 0.0) == ([], [None, None])
-
-
-def test_drift_of_the_machine_is_not_in_the_median_difference():
-    """The machine becomes slower by 20 µs a step; B is 4 µs faster."""
-    clock, rng = Clock(), random.Random(0)
-
-    def us(own):
-        return lambda: own + 20 * len(clock.order) + rng.gauss(0, 0.5)
-
-    found, _ = pair.alternated(clock.steps({"A": us(1000), "B": us(996)}), 40, clock, FOREVER)
-    names = {"label": "m", "base": "A", "variant": "B"}
-    made = Pair(**names, tokens=1, asked=40, pairs_us=found, peak_bytes=[None, None])
-    difference = made.difference_us
-    assert difference.low < -4 < difference.high
-    assert difference.median == pytest.approx(-4, abs=1)
 
 
 def test_peak_of_each_variant_is_that_of_its_own_steps(monkeypatch):
@@ -103,51 +87,6 @@ def settings_of(name=LLAMA):
     return Settings(tiny(MODELS[name]), name, device="cpu")
 
 
-def small(name=LLAMA) -> tuple[Transformer, torch.Tensor]:
-    shape = tiny(MODELS[name])
-    model = Transformer(shape, device="cpu", dtype=torch.bfloat16)
-    return model, torch.zeros(1, shape.length + 1, dtype=torch.int64)
-
-
-def test_models_that_share_have_the_same_tensors_in_other_modules():
-    model, _ = small("Llama 3.2 1B")  # whose embedding is the weight of the logits, too
-    other, _ = small("Llama 3.2 1B")
-    other.blocks[0] = torch.compile(other.blocks[0])
-    pair.share(other, model)
-    assert all(a is b for a, b in zip(model.parameters(), other.parameters(), strict=True))
-    assert other.head.output.weight is other.embedding.weight
-    assert not {*model.modules()} & {*other.modules()}
-
-
-@pytest.mark.parametrize(
-    ("variant", "patched", "compiled"),
-    [
-        ("eager", None, None),
-        ("compile", None, ("torch", {})),
-        ("patch", {}, None),
-        ("patch-add", {"residual": True}, None),
-        ("patch-compile", {}, ("torch", {})),
-        ("tilenorm-compile", None, ("tilenorm", {})),
-        ("tilenorm-compile-low", None, ("tilenorm", {"memory": "low"})),
-    ],
-)
-def test_variant_patches_and_compiles_the_right_parts(monkeypatch, variant, patched, compiled):
-    done = []
-
-    def does(what: str):
-        return lambda part, **options: done.append((what, options)) or part
-
-    monkeypatch.setattr(torch, "compile", does("torch"))
-    monkeypatch.setattr(tilenorm, "compile", does("tilenorm"))
-    monkeypatch.setattr(tilenorm, "patch", does("patch"))
-    first = [] if patched is None else [("patch", patched)]
-    model, tokens = small()
-    for whole, parts in ((False, len(model.blocks) + 1), (True, 1)):
-        done.clear()
-        prepared(model, variant, whole)[0](tokens)
-        assert done == first + ([compiled] * parts if compiled else [])
-
-
 @pytest.mark.parametrize("name", [*QUICK, *slow(*(name for name in MODELS if name not in QUICK))])
 def test_both_variants_train_the_same_weights(name):
     found = pair.measure(["eager", "patch"], settings_of(name), 3, FOREVER)
@@ -161,15 +100,22 @@ def test_both_variants_train_the_same_weights(name):
     assert found["reports"][1].startswith(f"{norms} modules patched, 0 not patched")
 
 
-@pytest.mark.parametrize("names", COMPILED)
-def test_compiled_variants_share_a_process_and_compile_once_each(graphs, names):
-    found = pair.measure(names, settings_of(), 2, FOREVER)
-    assert len(graphs) == 4  # of each variant a layer, which serves all layers, and the head
+@pytest.mark.parametrize(("names", "whole"), COMPILED)
+def test_compiled_variants_share_a_process_and_compile_once_each(graphs, names, whole):
+    found = pair.measure(names, replace(settings_of(), whole=whole), 2, FOREVER)
+    each = 1 if whole else 2  # a layer, which serves all layers, and the head
     ours = [any("tilenorm" in str(n.target) for n in graph.graph.nodes) for graph in graphs]
-    assert ours == [name != "compile" for name in names for _ in range(2)]
-    assert found["reports"][names.index("compile")] == ""
-    if "tilenorm-compile" in names:
-        assert found["reports"][1].count("graph 0: ") == 2  # each compiled code says it once
+    assert ours == [name != "compile" for name in names for _ in range(each)]
+    for name, report in zip(names, found["reports"], strict=True):
+        if not name.startswith("patch"):  # each compiled code says it once
+            assert report.count("graph 0: ") == (each if "tilenorm" in name else 0)
+
+
+def test_low_variant_asks_for_less_memory(monkeypatch):
+    asked = []
+    monkeypatch.setattr(tilenorm, "compile", lambda part, **options: asked.append(options))
+    pair.prepared(nn.Identity(), "tilenorm-compile-low", whole=True)
+    assert asked == [{"memory": "low"}]
 
 
 def test_variant_with_a_wrong_gradient_is_not_timed(monkeypatch):
@@ -187,27 +133,14 @@ def test_variant_with_a_wrong_gradient_is_not_timed(monkeypatch):
     assert found["error"].startswith(f"the gradient of {found['gradient']} changes by ")
 
 
-def test_change_of_a_gradient_of_about_zero_is_that_of_the_mean():
-    base = {"weight": torch.full((3,), 4.0), "bias": torch.tensor([0.0])}
-    mean = (3 * 16 / 4) ** 0.5
-    changes = changes_of(base, {"weight": torch.full((3,), 5.0), "bias": torch.tensor([0.1])})
-    assert changes == pytest.approx({"weight": 0.25, "bias": 0.1 / (pair.LEAST_SIZE * mean)})
-
-
 PAIR, ALONE = ["--pair", "eager", "patch"], ["--parallel", "fsdp=1"]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "the following arguments are required: --pair"),
-        (["--pair", "eager"], "expected 2 arguments"),
-        (["--pair", "eager", "nothing"], "invalid choice: 'nothing'"),
-        ([*PAIR, "--model", "Llama 4"], "invalid choice: 'Llama 4'"),
-        ([*PAIR, "--pairs", "0"], "--pairs: got 0, takes at least 1"),
         ([*PAIR, "--layers", "0"], "--layers: got 0, takes at least 1"),
         ([*PAIR, "--parallel", "fsdp=2,pp=2"], "takes fsdp=N,tp=N or one of them, got fsdp=2,pp=2"),
-        ([*PAIR, "--parallel", "fsdp=x"], "takes fsdp=N,tp=N or one of them, got fsdp=x"),
         ([*PAIR, "--parallel", "fsdp=4,tp=2"], "start 8 processes: torchrun --nproc-per-node 8"),
         ([*PAIR, *ALONE, "--whole"], "--whole is for one process"),
         ([*PAIR], "there is no GPU, so give --tiny"),
@@ -224,10 +157,11 @@ def test_command_prints_the_same_from_its_record(monkeypatch, without_gpu, again
         return function(**arguments)
 
     monkeypatch.setattr(worker, "run", run)
-    command = ["train", "--tiny", "--pairs", "6", *PAIR]
+    command = ["train", "--tiny", "--pairs", "6", "--pair", "eager", "patch-add"]
     found, out, err = again([*command, "--model", "Llama 3.2 1B", "ViT-L", "--layers", "1"])
     assert err.count("6 of 6 pairs") == 2
     assert found.runs[0]["command"].endswith("--layers 1 --out run.jsonl")
+    assert "Block runs the sum" in found.pairs[0].reports[1]
     for line, name in zip(found.pairs, ("Llama 3.2 1B", "ViT-L"), strict=True):
         assert line.label.startswith(f"{name}'s form in other sizes, 1 layers")
         assert len(line.pairs_us) == line.asked == 6 and len(line.step_losses) == 2 * (2 + 6)
@@ -239,8 +173,7 @@ def test_command_prints_the_same_from_its_record(monkeypatch, without_gpu, again
 def test_tensor_parallelism_is_for_the_form_of_llama(monkeypatch):
     monkeypatch.setattr(parallel, "PROCESSES", 2)
     asked = parallel.sizes("tp=2")
-    found = {name: parallel.unserved(MODELS[name], asked, False) for name in MODELS}
-    assert [name for name, why in found.items() if why is None] == [LLAMA]
+    assert [n for n in MODELS if not parallel.unserved(MODELS[n], asked, False)] == [LLAMA]
     assert not any(parallel.unserved(m, {"fsdp": 2, "tp": 1}, False) for m in MODELS.values())
 
 
@@ -282,22 +215,8 @@ def test_pairs_that_fail_or_have_no_time_left_are_shown(monkeypatch, without_gpu
     said = [line.split(" ")[0] for line in err.splitlines() if line.endswith("of 40 pairs")]
     assert said == ["0", "40", "0", "0"]
     assert "eager, compile: failed: OutOfMemoryError: CUDA out of memory" in out
-    assert any("eager patch 40 2.00 / 1.00 -1.00 (-1.00 to -1.00)" in row for row in rows_of(out))
+    assert "eager patch 40 2.00 / 1.00 -1.00 (-1.00 to -1.00)" in " ".join(out.split())
     assert "ViT-L's form in other sizes, 2 layers, 2 x 8 tokens, eager, patch: skipped" in out
-
-
-def test_kernels_of_one_function_are_counted_together_and_the_longest_are_first():
-    ran = [
-        ("row_forward_Kt2_A2bf16", 100.0),
-        ("norm_backward_Kt3_A2bf16", 2000.0),
-        ("norm_backward_Kt2_A2bf16", 1000.0),
-        ("triton_poi_fused_add_0", 500.0),
-    ]
-    assert pair.by_name(ran) == [
-        {"name": "norm_backward", "calls": 2, "ms": 3.0},
-        {"name": "triton_poi_fused_add_0", "calls": 1, "ms": 0.5},
-        {"name": "row_forward", "calls": 1, "ms": pytest.approx(0.1)},
-    ]
 
 
 def test_kernels_of_a_step_on_the_gpu(gpu):
@@ -308,4 +227,6 @@ def test_kernels_of_a_step_on_the_gpu(gpu):
 
     step()
     found = {line["name"]: line for line in pair.kernels_of(step)}
-    assert "norm_backward" in found and all(line["ms"] > 0 for line in found.values())
+    assert found["norm_backward"]["calls"] == 1
+    times = [line["ms"] for line in found.values()]
+    assert all(ms > 0 for ms in times) and times == sorted(times, reverse=True)

@@ -6,20 +6,11 @@ import time
 import pytest
 
 from bench import worker
-from bench.text import first_line
 
 
-def test_first_line_skips_blank_lines():
-    assert first_line(RuntimeError("\n\n  the reason \nand more")) == "RuntimeError: the reason"
-    assert first_line(KeyError()) == "KeyError"
-
-
-def test_exception_of_the_function_is_raised_here():
+def test_exceptions_of_the_function_and_deaths_of_its_process_are_raised_here():
     with pytest.raises(worker.WorkerError, match="StatisticsError: mean requires at least one"):
         worker.run(statistics.mean, 60.0, data=[])
-
-
-def test_process_that_dies_is_reported_with_its_status():
     with pytest.raises(worker.WorkerError, match="exit status 3: no message"):
         worker.run(os._exit, 60.0, status=3)
 
@@ -37,10 +28,3 @@ def test_function_runs_with_caches_in_the_given_folder_or_empty_ones(tmp_path):
     for places in (worker.caches(str(tmp_path)), None):
         place = worker.run(os.getenv, 60.0, places, key="CUDA_TILE_CACHE_DIR")
         assert os.path.exists(place) == bool(places)
-
-
-def test_every_compiler_keeps_its_cache_in_the_folder(tmp_path):
-    found = worker.caches(str(tmp_path))
-    assert len(set(found.values())) == len(found)
-    assert all(os.path.dirname(path) == str(tmp_path) for path in found.values())
-    assert all(os.path.isdir(path) for path in found.values())
