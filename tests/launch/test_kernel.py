@@ -10,7 +10,6 @@ import time
 from functools import partial
 
 import cuda.tile as ct
-import cutile_cache._cache as cutile_cache
 import pytest
 import torch
 from cuda.tile._cext import default_tile_context
@@ -116,19 +115,6 @@ def test_the_time_limit(given, used, monkeypatch):
     assert config.compiler_timeout_sec == given
 
 
-def full(folder, monkeypatch):
-    """SQLite itself says that the disk is full."""
-    opened = cutile_cache._open_db
-
-    def limited(path):
-        connection = opened(path)
-        [used] = connection.execute("PRAGMA page_count").fetchone()
-        connection.execute(f"PRAGMA max_page_count = {used}")
-        return connection
-
-    monkeypatch.setattr(cutile_cache, "_open_db", limited)
-
-
 # How a folder comes to keep nothing, the folder, and what is told of it before it is used.
 FOLDERS = {
     "cannot be made": (
@@ -148,7 +134,6 @@ FOLDERS = {
         "{}/cache",
         None,
     ),
-    "full": (full, "{}/cache", None),
 }
 
 
@@ -157,10 +142,8 @@ def test_a_cache_that_keeps_nothing(kind, compiler, monkeypatch):
     prepare, folder, told = FOLDERS[kind]
     prepare(compiler.folder, monkeypatch)
     monkeypatch.setattr(default_tile_context.config, "cache_dir", folder.format(compiler.folder))
-    # Larger than a page, so that a full database has no room for it.
-    compiler.breaks(row_forward='head -c 100000 /dev/zero > "$3"; exit')
     for runs in (1, 2):
-        assert compiled()[0] == bytes(100_000)
+        assert compiled()[0] == b"cubin\n"
         assert compiler.runs("row_forward") == runs
     assert not (compiler.folder / "~").exists()
     if told:
