@@ -8,10 +8,11 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from tests import cases, stand_in_driver
 from tests.executors import Inputs, arguments_of, backward_calls, forward_calls
-from tests.ops.helpers import slow
+from tests.ops.helpers import EACH_FORM, call, slow, spec_of, tensors_of
 from tests.ops.pretended import pretended_gpu
 from tests.pieces import in_pieces
 from tests.quantized import HOWS
@@ -92,18 +93,34 @@ def test_a_drawn_step_compiles_nothing_new(seed):
         assert spec.joins or keys(piece_calls(spec, target, rows)) <= ahead_of_pieces, rows
 
 
-@pytest.mark.parametrize("norm", ["rms", "layer"])
-def test_the_ops_of_pieces_launch_what_is_compiled_ahead(norm):
-    spec, calls = NormSpec(norm, 128, "bfloat16", "bfloat16", residual="float32"), []
-    ahead = keys(piece_training_calls(spec, cases.target("sm_90")))
-    whole = replace(spec, hidden=256)
+@pytest.fixture
+def launched():
+    """What ops launch, as on a GPU. Nothing runs."""
+    calls = []
 
     def launch(stream, launches, arrays):
         calls.extend(bound(launches, arrays))
 
     with pretended_gpu("sm_90"), patch.object(cutile, "launch", launch):
-        in_pieces(whole, Inputs.random(whole, 5, "cpu"), (128, 128), copied=True)
-    assert calls and keys(calls) <= ahead
+        yield calls
+
+
+@EACH_FORM
+def test_an_op_launches_what_is_compiled_ahead(form, launched):
+    tensors = {name: t.requires_grad_() for name, t in tensors_of(form, 5, 64).items()}
+    outputs = call(form, tensors)
+    torch.autograd.grad(outputs, list(tensors.values()), [torch.ones_like(y) for y in outputs])
+    ahead = training_calls(spec_of(form, tensors), cases.target("sm_90"))
+    assert launched and keys(launched) <= keys(ahead)
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_the_ops_of_pieces_launch_what_is_compiled_ahead(norm, launched):
+    spec = NormSpec(norm, 128, "bfloat16", "bfloat16", residual="float32")
+    whole = replace(spec, hidden=256)
+    in_pieces(whole, Inputs.random(whole, 5, "cpu"), (128, 128), copied=True)
+    ahead = piece_training_calls(spec, cases.target("sm_90"))
+    assert launched and keys(launched) <= keys(ahead)
 
 
 @pytest.mark.parametrize("how", HOWS, ids=str)
