@@ -100,16 +100,6 @@ def test_copies_compute_the_same(ours, make_copy):
     assert other.weight is not module.weight
 
 
-@EACH
-def test_module_on_meta_can_be_materialised(ours):
-    module = ours(24, device="meta", offset=1.0)
-    assert module(torch.empty(5, 24, device="meta")).is_meta
-    module = module.to_empty(device="cpu")
-    module.reset_parameters()
-    x = random(5, 24)
-    assert torch.equal(module(x), ours(24)(x))
-
-
 def patched(n):
     norm = nn.LayerNorm(n)
     tilenorm.patch(norm)

@@ -11,7 +11,6 @@ from functools import partial
 
 import cuda.tile as ct
 import pytest
-import torch
 from cuda.tile._cext import default_tile_context
 
 from tests.executors import forward_calls
@@ -166,18 +165,6 @@ def test_a_process_that_was_killed_while_it_compiled(compiler):
     assert compiler.runs("row_forward") == 2
     compiled()
     assert compiler.runs("row_forward") == 2
-
-
-@ct.kernel
-def wrong(X):
-    ct.store(X, (0,), "text")
-
-
-def test_an_error_of_the_language_is_one_of_a_named_kernel(compiler):
-    kernel = Kernel(wrong._pyfunc)
-    made = signature(kernel, (torch.empty(16),))
-    with pytest.raises(CompileError, match="its kernel wrong does not compile for sm_90"):
-        kernel._compile(made, default_tile_context, CAPABILITY)
 
 
 @pytest.fixture

@@ -52,10 +52,10 @@ class Subject:
             values *= torch.exp2(powers.float())
         return values.to(getattr(torch, dtype)).requires_grad_()
 
-    def train(self, tensors: Results | None = None, incoming=None, function=call) -> Results:
+    def train(self, tensors: Results | None = None, incoming=None) -> Results:
         """Outputs and gradients by name: of these tensors, else of the case's own."""
         tensors, incoming = tensors or self.tensors, incoming or self.incoming
-        return train(self.form, tensors, incoming, function=function)
+        return train(self.form, tensors, incoming)
 
     def with_rows(self, change: Callable[[str, Tensor], Tensor]) -> tuple[Results, list[Tensor]]:
         """The case's tensors, those with rows as change(name, tensor) gives them."""
@@ -165,20 +165,6 @@ def quantized(subject: Subject) -> Iterator[str]:
         yield f"{how.label}: other codes where y is returned"
 
 
-def compiled(subject: Subject) -> Iterator[str]:
-    torch._dynamo.reset()
-    backend = "inductor" if subject.device == "cuda" else "aot_eager"  # needs no C++ compiler
-    run = torch.compile(lambda t: call(subject.form, t), fullgraph=True, backend=backend)
-    yield from subject.differences(subject.train(function=lambda _, tensors: run(tensors)))
-
-
 Check = Callable[[Subject], Iterator[str]]
 CHECKS: tuple[Check, ...] = (again, without_grad, picked, beside_nan, strided)
-CHECKS += (between_guards, quantized, compiled)
-
-
-def checks_of(case: Case, name: str | None = None) -> list[Check]:
-    """The checks of a case, or the one of this name."""
-    if name:
-        return [check for check in CHECKS if check.__name__ == name]
-    return [check for check in CHECKS if check is not compiled or case.compiles]
+CHECKS += (between_guards, quantized)

@@ -33,11 +33,6 @@ def test_drawn_cases_pass(executor, capsys):
     assert printed.startswith("2 specs, 0 failures")
 
 
-def test_under_torch_compile(capsys, dynamo):
-    given = ("--executor", "interpreter_sm_90", "--case", str(SEVERAL_ROWS_A_TILE))
-    assert run(capsys, *given, "--check", "compiled")[0] == 0
-
-
 def by_place_in_the_tile(real):
     """moments() whose variance is another in every second row of a tile."""
 
