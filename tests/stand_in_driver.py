@@ -34,21 +34,25 @@ def built(folder: Path) -> Path:
     return path
 
 
-def run(program: str, folder: Path) -> subprocess.CompletedProcess:
-    """Run a Python program with the library of a folder. Its compile cache is in that folder."""
+def check(program: str, folder: Path) -> None:
+    """Run a Python program, which has to succeed, with the library. Its compile cache is in the
+    folder.
+    """
+    built(folder)
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("CUDA_TILE_")}
     environment = {
         "LD_LIBRARY_PATH": str(folder),
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "CUDA_TILE_CACHE_DIR": str(folder / "cache"),
     }
-    return subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", program],
         env=inherited | environment,
         capture_output=True,
         text=True,
         timeout=300,
     )
+    assert done.returncode == 0, done.stderr
 
 
 def address(like: Tensor) -> int:

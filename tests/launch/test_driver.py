@@ -256,9 +256,7 @@ assert ct.launch is patched  # what others see stays as they made it
 
 
 def test_a_repeated_launch_gives_the_driver_what_cutile_gives_it(tmp_path):
-    stand_in_driver.built(tmp_path)
-    done = stand_in_driver.run(REPEATED.replace("FOLDER", str(tmp_path)), tmp_path)
-    assert done.returncode == 0, done.stderr
+    stand_in_driver.check(REPEATED.replace("FOLDER", str(tmp_path)), tmp_path)
 
 
 def test_no_driver(monkeypatch):

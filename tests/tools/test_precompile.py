@@ -173,6 +173,4 @@ assert len(symbols) > 50
 
 
 def test_agrees_with_cutile(tmp_path):
-    stand_in_driver.built(tmp_path)
-    done = stand_in_driver.run(PROGRAM, tmp_path)
-    assert done.returncode == 0, done.stderr
+    stand_in_driver.check(PROGRAM, tmp_path)

@@ -27,6 +27,7 @@ from tilenorm.tools.candidates import Search, explicit
 from tilenorm.tools.dev.digests import rotations
 from tilenorm.tools.precompile import Compiled
 from tilenorm.tools.tune import (
+    MOST_SAMPLES,
     Candidate,
     How,
     compile_candidates,
@@ -63,6 +64,7 @@ PRUNED = [
     ([WAITING, candidate(2)], {"keep": RowForward(1)}, [1, 2], ""),
     ([replace(WAITING, together=4)], {}, [1], ""),
     ([candidate(1, registers=128, together=5, kernel="column_sum")], {}, [1], ""),
+    ([candidate(1, shared_bytes=64 * 1024, together=4)], {}, [], "4 × 65536 shared bytes"),
     # The same code is timed once.
     ([candidate(1, "a"), candidate(2, "a"), candidate(4, "b")], {}, [1, 4], "same code as RowForw"),
     ([candidate(1, "a"), replace(candidate(2, "a"), grids=((50,),))], {}, [1, 2], ""),
@@ -119,6 +121,18 @@ def test_finds_the_fastest_under_noise():
         assert [n for n, _ in ranking[:2]] in (order[:2], [order[0], order[2]])
         assert len(ranking) == len(names)
         assert gpu.taken[order[0]] > 10 * gpu.taken[order[-1]], "slow ones take the time"
+
+
+def test_what_is_clearly_fastest_is_soon_found():
+    gpu = FakeGpu({"a": 100, "b": 50, "c": 100}, 0.01)
+    (first, measured), *_ = gpu.rank()
+    assert first == "b" and measured.samples < 20
+    assert 50 <= measured.us <= 50.5 and 0 < measured.spread_us < 0.5
+
+
+def test_equals_end_after_enough_samples():
+    gpu = FakeGpu({"a": 100, "b": 100}, 0.05)
+    assert all(MOST_SAMPLES <= m.samples <= 2 * MOST_SAMPLES for _, m in gpu.rank())
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.01, 0.05, 0.2])
@@ -188,6 +202,8 @@ REFUSED = [
     ("rows 3 is not a power of two", replace(ROW, rows=3), {}),
     ("tiles 3 is not a power of two", RopeForward(4, 3), {}),
     ("hints out of range", replace(STREAM, hints=Hints(33)), {}),
+    ("hints out of range: Hints(", replace(SHARED, hints=Hints(2, 5)), {}),
+    (VECTORS, replace(STREAM, rows=2), {}),
     ("tile stores need tile loads", replace(STREAM, tma=False), {}),
     ("not descending", replace(ROW, widths=(1024, 4096)), {}),
     ("powers of two", replace(STREAM, widths=(4096, 1000)), {}),
@@ -199,6 +215,7 @@ REFUSED = [
     ("which then have one width", SharedForward(Hints(), (2048, 1024), together=2), {}),
     ("fetch needs segments of one width", RowForward(1, widths=(4096, 1024), fetch=True), {}),
     ("at most 8192 bytes", RowForward(1, Hints(None, 8), (8192,), fetch=True), {}),
+    (VECTORS, STREAM, {"aligned": False}),
     (VECTORS, STREAM, {"target": Target.of("sm_80")}),
     ("packed needs rows with 16-bit elements", SHARED, {"item_bytes": 4}),
     ("reread needs rows=1", Backward((512,), 2, reread=True), {"hidden": 512}),
