@@ -34,21 +34,25 @@ def built(folder: Path) -> Path:
     return path
 
 
-def run(program: str, folder: Path) -> subprocess.CompletedProcess:
-    """Run a Python program with the library of a folder. Its compile cache is in that folder."""
+def check(program: str, folder: Path) -> None:
+    """Run a Python program, which has to succeed, with the library. Its compile cache is in the
+    folder.
+    """
+    built(folder)
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("CUDA_TILE_")}
     environment = {
         "LD_LIBRARY_PATH": str(folder),
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "CUDA_TILE_CACHE_DIR": str(folder / "cache"),
     }
-    return subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", program],
         env=inherited | environment,
         capture_output=True,
         text=True,
         timeout=300,
     )
+    assert done.returncode == 0, done.stderr
 
 
 def address(like: Tensor) -> int:
@@ -79,11 +83,6 @@ def arrays_of(arrays: Sequence) -> tuple:
     )
 
 
-def launches() -> int:
-    """How many kernels this process has launched."""
-    return ctypes.CDLL(NAME).stand_in_launches()
-
-
 def queue() -> Callable:
     """cuLaunchKernelEx of the library that stands for the driver."""
     function = ctypes.PyDLL(NAME).cuLaunchKernelEx
@@ -106,18 +105,3 @@ def in_float16(spec: NormSpec) -> NormSpec:
     """The spec with float16 in the place of what NumPy's interface has no string for."""
     dtypes = {name: "float16" for name in TENSORS if getattr(spec, name) == "bfloat16"}
     return replace(spec, **dtypes)
-
-
-def launch_step(hidden: int, rows: int = 300) -> None:
-    """Launch a training step of rms_norm in float32 by the H200's plans."""
-    from tilenorm.launch.calls import Launch, every_gradient
-    from tilenorm.launch.kernel import launch
-    from tilenorm.launch.plan import plan_backward, plan_forward
-    from tilenorm.launch.target import Target
-    from tilenorm.tools.precompile import calls_of
-
-    spec, target = NormSpec("rms", hidden, "float32", "float32"), Target.of("sm_90")
-    plans = plan_forward(spec, target, True), plan_backward(spec, target, every_gradient(spec))
-    for kernel, grid, arguments, overlap in [c for plan in plans for c in calls_of(plan, rows)]:
-        *before, last = arrays_of(arguments)
-        launch(0, [Launch(kernel, grid, before, lambda last: last, (), overlap)], last)

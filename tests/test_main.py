@@ -5,6 +5,7 @@ tests/tools/test_tune.py tests how tune measures.
 
 import json
 import re
+from functools import partial
 
 import cuda.tile._compile as cutile_compiler
 import pytest
@@ -22,7 +23,7 @@ from tilenorm.tools import options, precompile
 from tilenorm.tools import tune as tuning
 from tilenorm.tools.candidates import Search
 from tilenorm.tools.explain import planned_device
-from tilenorm.tools.precompile import training_calls
+from tilenorm.tools.precompile import piece_training_calls, training_calls
 
 FOR_H200 = ["--arch", "sm_90", "--hidden", "256"]
 
@@ -76,34 +77,18 @@ def test_a_kernel_that_does_not_compile_is_named(capsys, compiler):
 
 EXPLAIN = "explain --arch sm_90 --hidden 256"
 PRECOMPILE = EXPLAIN.replace("explain", "precompile")
-DRY = "tune --dry-run --arch sm_90"
+DRY = "tune --dry-run --arch sm_90 --hidden 256"
 WRONG = {
-    "": "required",
-    "time": "invalid choice: 'time'",
-    "explain --hidden 64": "--arch",
-    "explain --arch sm_75 --hidden 64": "'sm_75'",
-    "explain --arch sm_90": "--hidden",
-    "explain --arch sm_90 --hidden 0": "got 0, takes a positive",
     "explain --arch sm_90 --hidden 4k": "got 4k, takes a pos",
-    f"{EXPLAIN} --op softmax": "'softmax'",
-    f"{EXPLAIN} --dtype float64": "'float64'",
-    f"{EXPLAIN} --rounding up": "'up'",
-    f"{EXPLAIN} --heads 0": "got 0, takes a positive",
-    f"{EXPLAIN} --residual-dtype float32": "--residual-dtype: rms_norm takes no residual",
     f"{EXPLAIN} --op gated_rms_norm --residual-dtype float32": (
         "--residual-dtype: gated_rms_norm takes no residual"
     ),
     f"{EXPLAIN} --group-dtype float32": "--group-dtype: rms_norm takes nothing by group",
-    f"{PRECOMPILE} --op modulated_rms_norm --pieces": "--pieces: modulated_rms_norm has none",
     f"{EXPLAIN} --rotary-dim 64": "--rotary-dim, --head-dim and the like: rms_norm takes none",
-    f"{EXPLAIN} --op rms_norm_rope --bias": "--bias: rms_norm_rope takes none",
-    f"{DRY} --op rms_norm_rope --hidden 64 --terms 2": "rms_norm_rope takes one term of dy",
-    f"{EXPLAIN} --residuals 2": "--residuals: rms_norm takes no residual",
     f"{EXPLAIN} --layer-scale": "--layer-scale: rms_norm takes none, or not with these options",
     f"{EXPLAIN} --op add_rms_norm --residuals 2 --dropout-mask 2": "--dropout-mask: add_rms_norm",
     f"{EXPLAIN} --op layer_norm --activation sigmoid": "--activation: layer_norm takes no gate",
-    f"{PRECOMPILE} --op add_rms_norm --gate-first": "--gate-first: add_rms_norm takes no gate",
-    f"{PRECOMPILE} --rows 5": "--rows",
+    f"{PRECOMPILE} --op modulated_rms_norm --pieces": "--pieces: modulated_rms_norm has none",
     f"{PRECOMPILE} --pieces --terms 2": "--pieces: rows in pieces take one term of dy",
     "precompile --arch sm_90 --hidden 262145": (
         "normalized_shape holds 262145 elements; the kernels take 1 to 262144"
@@ -123,17 +108,15 @@ WRONG = {
         "--arch: tune times on this GPU; only --dry-run takes an architecture"
     ),
     "tune --dry-run --hidden 64": "--dry-run: needs --arch",
-    f"{DRY} --hidden 64 --op gated_rms_norm --gate-first --bias": (
+    f"{DRY} --op gated_rms_norm --gate-first --bias": (
         "no table serves gated_rms_norm forward with a gate first, weight and bias"
     ),
-    f"{DRY} --hidden 64 --terms 2 --direction forward": "--terms: the forward pass takes none",
-    f"{DRY} --hidden 262145": "the kernels take 1 to 262144",
-    "tune --arch sm_90 --shipped": "--shipped: [Errno 2]",
-    "tune --hidden 64 --seconds 0": "got 0, takes a positive",
-    "tune --direction up --hidden 64": "'up'",
-    f"{DRY} --hidden 1024 --op rms_norm_quantized": (
+    f"{DRY} --op rms_norm_rope --terms 2": "rms_norm_rope takes one term of dy",
+    f"{DRY} --terms 2 --direction forward": "--terms: the forward pass takes none",
+    f"{DRY} --op rms_norm_quantized": (
         "takes the configuration, and the bits, of rms_norm: tune that"
     ),
+    "tune --arch sm_90 --shipped": "--shipped: [Errno 2]",
 }
 
 
@@ -162,7 +145,13 @@ def test_precompile_fills_the_cache(capsys, cache, compilations):
     assert len(compilations) == count, "the second time, the compiler ran again"
 
 
-STEPS = {"": (1,), "--output --terms 2": (2,), "--output --terms": (1, 2, 3)}  # the terms of dy
+# Options of precompile, what it compiles, and how.
+STEPS = {
+    "": (training_calls, {"terms": (1,), "output": False}),
+    "--output --terms 2": (training_calls, {"terms": (2,), "output": True}),
+    "--output --terms": (training_calls, {"terms": (1, 2, 3), "output": True}),
+    "--pieces": (piece_training_calls, {}),
+}
 
 
 @pytest.mark.parametrize("op", NORMS)
@@ -175,8 +164,8 @@ def test_what_precompile_compiles(op, step, cache, monkeypatch, capsys):
     spec = NormSpec.of(op, 256, "bfloat16", weight="bfloat16", heads=6, rounding="early")
     ((*what, calls),) = prepared
     assert what == [[spec], Target.of("sm_90"), 1]
-    assert calls.func == training_calls
-    assert calls.keywords == {"terms": STEPS[step], "output": bool(step)}
+    calls = partial(calls)  # of a function, or of a partial one
+    assert (calls.func, calls.keywords) == STEPS[step]
     assert f"{op} 256 bfloat16 (weight bfloat16, " in capsys.readouterr().out
 
 
@@ -195,8 +184,6 @@ PLAIN = "weight bfloat16, bias None, offset 0"
 OPTIONS = {
     "--weight-dtype float32 --offset 1": "weight float32, bias None, offset 1",
     "--no-weight --bias": "weight None, bias bfloat16, offset 0",
-    "--rounding early": f"{PLAIN}, rounding early",
-    "--heads 6": f"{PLAIN}, 6 heads",
     "--heads 1": PLAIN,
     "--heads 6 --no-weight": "weight None, bias None, offset 0",
     "--op add_layer_norm --residual-dtype float32": f"{PLAIN}, residual float32",
@@ -205,7 +192,6 @@ OPTIONS = {
         f"{PLAIN}, residual bfloat16, input masked, times 2, layer scale bfloat16"
     ),
     "--op layer_norm_add --residual-dtype float32": f"{PLAIN}, residual float32 after the norm",
-    "--op gated_rms_norm": f"{PLAIN}, gate bfloat16 after the norm, activation silu",
     "--op rms_norm_quantized --scaling block --layout column_tma --power-of-2 --return-output": (
         f"{PLAIN}, block scales powers of two float8_e4m3fn layout column_tma output"
     ),
@@ -227,13 +213,6 @@ OPTIONS = {
 def test_explain_options(options, capsys):
     main(["explain", *FOR_H200, *options.split()])
     assert f"bfloat16 on sm_90 ({OPTIONS[options]})" in capsys.readouterr().out
-
-
-def test_explain_a_refused_spec(capsys):
-    assert main(["explain", "--arch", "sm_90", "--hidden", "262145"]) == 0
-    out = capsys.readouterr().out
-    assert "served by reference" in out
-    assert "refused by cutile: normalized_shape holds 262145 elements" in out
 
 
 H200 = Target.of("sm_90")
@@ -269,17 +248,11 @@ def test_tune(measured, tables, capsys):
     assert heuristics.chosen(spec, H200) == BEST["forward"]
 
 
-def test_several_terms_of_dy(measured, tables, capsys):
-    main(["tune", "--hidden", "1024", "--terms", "2"])
-    (entry,) = user_table.read(tables / "sm_90.json", "sm_90")
-    assert (entry.key.direction, entry.key.terms) == ("backward", 2)
-    assert "(weight bfloat16, bias None, offset 0, 2 terms of dy) back" in capsys.readouterr().out
-
-
-def test_into_a_file(measured, tables, tmp_path, capsys):
+def test_several_terms_of_dy_into_a_file(measured, tables, tmp_path, capsys):
     path = tmp_path / "folder" / "mine.json"
-    main(["tune", "--hidden", "1024", "--direction", "forward", "--out", str(path)])
-    assert [e.config for e in user_table.read(path, "sm_90")] == [BEST["forward"]]
+    main(["tune", "--hidden", "1024", "--terms", "2", "--out", str(path)])
+    (entry,) = user_table.read(path, "sm_90")
+    assert (entry.key.direction, entry.key.terms) == ("backward", 2)
     assert f"written to {path}" in capsys.readouterr().out
     assert not tables.exists()
 

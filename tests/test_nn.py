@@ -43,23 +43,11 @@ def test_signature_extends_pytorchs(ours, theirs):
     assert names[0] == names[1] and issubclass(ours, theirs)
 
 
-@EACH_PAIR
-@pytest.mark.parametrize("shape", [24, (24,), [4, 6], torch.Size([4, 6])], ids=str)
-def test_state_dicts_load_both_ways(ours, theirs, shape):
-    source, intermediate, target = randomized(ours(shape)), theirs(shape), ours(shape)
-    intermediate.load_state_dict(source.state_dict())
-    target.load_state_dict(intermediate.state_dict())
-    assert source.state_dict().keys() == intermediate.state_dict().keys()
-    assert source.state_dict().keys() == target.state_dict().keys()
-    for name, parameter in source.named_parameters():
-        assert torch.equal(target.get_parameter(name), parameter)
-
-
 ARGUMENTS = (
     {},
     {"eps": 0.01},
     {"elementwise_affine": False},
-    {"normalized_shape": (4, 24)},
+    {"normalized_shape": [4, 24]},
     {"dtype": torch.bfloat16},
     {"dtype": torch.float64},
     {"offset": 1.0, "rounding": "early", "dtype": torch.bfloat16},
@@ -74,8 +62,9 @@ def test_a_module_calls_its_function(ours, theirs, arguments):
     """With the parameters and the eps of PyTorch's module of the same arguments."""
     arguments = {"normalized_shape": 24} | arguments
     options = {n: arguments.pop(n) for n in ("offset", "rounding") if n in arguments}
-    module, other = randomized(ours(**arguments, **options)), randomized(theirs(**arguments))
+    module, other = ours(**arguments, **options), randomized(theirs(**arguments))
     assert module.state_dict().keys() == other.state_dict().keys()
+    module.load_state_dict(other.state_dict())
     shape, function = other.normalized_shape, FUNCTIONS[theirs]
     x = random(5, *shape, dtype=arguments.get("dtype", torch.float32))
     given = dict(other.named_parameters()) | options
@@ -109,16 +98,6 @@ def test_copies_compute_the_same(ours, make_copy):
     assert torch.equal(other(x), module(x))
     assert repr(other) == repr(module)
     assert other.weight is not module.weight
-
-
-@EACH
-def test_module_on_meta_can_be_materialised(ours):
-    module = ours(24, device="meta", offset=1.0)
-    assert module(torch.empty(5, 24, device="meta")).is_meta
-    module = module.to_empty(device="cpu")
-    module.reset_parameters()
-    x = random(5, 24)
-    assert torch.equal(module(x), ours(24)(x))
 
 
 def patched(n):

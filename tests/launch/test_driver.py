@@ -208,49 +208,21 @@ def test_a_kernel_that_takes_other_arguments_is_launched_by_cutile(prepared):
         assert repeat is driver.never and not repeat(0, [])
 
 
-FEWER = "lambda stream, grid, kernel, arguments, /: original(0, (1,), kernel, ())"
-RAISES = "lambda *a, **k: 1 / 0"
-PATCHED = f"""
+# Each kernel of a training step is launched by cuTile, and repeated: the driver gets the same.
+# Something replaces cuTile's launch function before it is imported here, and once more after that.
+REPEATED = """
 import cuda.tile as ct
 original = ct.launch
-ct.launch = {FEWER}
-import pathlib, pytest, tilenorm
-from tests import stand_in_compiler, stand_in_driver
-stand_in_compiler.Compiler(pathlib.Path("FOLDER"), pytest.MonkeyPatch())
-ct.launch = patched = {RAISES}
-stand_in_driver.launch_step(64)
-assert stand_in_driver.launches() == 1 + 2
-assert ct.launch is patched  # what others see stays as they made it
-"""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("driver")
-    stand_in_driver.built(folder)
-    return folder
-
-
-def check(folder, program: str):
-    done = stand_in_driver.run(program.replace("FOLDER", str(folder)), folder)
-    assert done.returncode == 0, done.stderr
-
-
-def test_patches_of_the_launch_function_before_and_after(folder):
-    check(folder, PATCHED)
-
-
-# Each kernel of a training step is launched by cuTile, and repeated: the driver gets the same.
-REPEATED = """
+ct.launch = lambda stream, grid, kernel, arguments, /: original(0, (1,), kernel, ())
 import pathlib, pytest
 from tests import stand_in_compiler, stand_in_driver
 from tests.executors import backward_calls, forward_calls
 from tests.launch.test_driver import SPECS, numbered
 from tilenorm.launch import driver, kernel
-from tilenorm.launch.calls import every_gradient
+from tilenorm.launch.calls import Launch, every_gradient
 from tilenorm.launch.target import Target
-from tilenorm.tools.precompile import signature
 stand_in_compiler.Compiler(pathlib.Path("FOLDER"), pytest.MonkeyPatch())
+ct.launch = patched = lambda *a, **k: 1 / 0
 target, seen = Target.of("sm_90"), 0
 for name, spec in SPECS.items():
     if spec.quantized or name == "rms":  # NumPy has no string for 8-bit floats; narrow is alike
@@ -260,17 +232,16 @@ for name, spec in SPECS.items():
         calls = forward_calls(spec, target, rows, True)
         calls += backward_calls(spec, target, rows, every_gradient(spec))
         for call in calls:
-            given = stand_in_driver.arrays_of(call.arguments)
-            how = {"programmatic_dependent_launch": True} if call.overlap else {}
+            *before, last = given = stand_in_driver.arrays_of(call.arguments)
+            launch = Launch(call.kernel, call.grid, before, lambda last: last, (), call.overlap)
             made = driver.signature_of(call.kernel, given)
             places = numbered(call.arguments, tensors := [])
             arguments = tuple(driver.arguments_of(made, call.arguments, places))
             taking = [a.size for a in arguments]
-            kernel.launch_kernel(0, call.grid, call.kernel, given, **how)  # with a compilation
+            kernel.launch(0, [launch], last)  # with a compilation
             assert (repr(made), (9, 0)) in call.kernel._found, "it would be compiled twice"
-            assert signature(call.kernel, call.arguments).parameters == made.parameters
             expected = stand_in_driver.last_launch(
-                taking, lambda: kernel.launch_kernel(0, call.grid, call.kernel, given, **how)
+                taking, lambda: kernel.launch(0, [launch], last)
             )
             prepared = driver.Prepared(1, call.grid, arguments, call.overlap)
             repeat = driver.repeating(stand_in_driver.queue(), [prepared], len(tensors))
@@ -280,11 +251,12 @@ for name, spec in SPECS.items():
             assert len(set(starts)) == len(starts)
             seen += 1
 assert seen > 15, seen
+assert ct.launch is patched  # what others see stays as they made it
 """
 
 
-def test_a_repeated_launch_gives_the_driver_what_cutile_gives_it(folder):
-    check(folder, REPEATED)
+def test_a_repeated_launch_gives_the_driver_what_cutile_gives_it(tmp_path):
+    stand_in_driver.check(REPEATED.replace("FOLDER", str(tmp_path)), tmp_path)
 
 
 def test_no_driver(monkeypatch):

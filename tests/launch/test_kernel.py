@@ -2,7 +2,6 @@
 kernel that an earlier process compiled is found without tracing, if nothing has changed.
 """
 
-import multiprocessing
 import os
 import pickle
 import signal
@@ -11,14 +10,12 @@ import time
 from functools import partial
 
 import cuda.tile as ct
-import cutile_cache._cache as cutile_cache
 import pytest
-import torch
 from cuda.tile._cext import default_tile_context
 
 from tests.executors import forward_calls
 from tests.ops.test_memory import at_once
-from tests.stand_in_compiler import CRASH, ERROR
+from tests.stand_in_compiler import CRASH
 from tilenorm.kernels.forward import row_forward
 from tilenorm.launch import disk_cache
 from tilenorm.launch.config import Hints
@@ -100,9 +97,8 @@ def test_a_failure_is_told_in_one_line_and_not_tried_again(compiler):
     assert compiler.runs("row_forward") == 2
 
 
-@pytest.mark.parametrize("how", [ERROR, 'echo half > "$3"; kill -KILL $$'], ids=["error", "kill"])
-def test_a_failure_is_not_kept_for_later_processes(how, compiler):
-    compiler.breaks(row_forward=how)
+def test_a_failure_is_not_kept_for_later_processes(compiler):
+    compiler.breaks(row_forward='echo half > "$3"; kill -KILL $$')
     with pytest.raises(CompileError, match="Return code"):
         compiled()
     compiler.breaks()
@@ -116,19 +112,6 @@ def test_the_time_limit(given, used, monkeypatch):
     assert bounded(default_tile_context).config.compiler_timeout_sec == used
     assert default_tile_context.config is config  # other users of cuTile see no change
     assert config.compiler_timeout_sec == given
-
-
-def full(folder, monkeypatch):
-    """SQLite itself says that the disk is full."""
-    opened = cutile_cache._open_db
-
-    def limited(path):
-        connection = opened(path)
-        [used] = connection.execute("PRAGMA page_count").fetchone()
-        connection.execute(f"PRAGMA max_page_count = {used}")
-        return connection
-
-    monkeypatch.setattr(cutile_cache, "_open_db", limited)
 
 
 # How a folder comes to keep nothing, the folder, and what is told of it before it is used.
@@ -150,7 +133,6 @@ FOLDERS = {
         "{}/cache",
         None,
     ),
-    "full": (full, "{}/cache", None),
 }
 
 
@@ -159,10 +141,8 @@ def test_a_cache_that_keeps_nothing(kind, compiler, monkeypatch):
     prepare, folder, told = FOLDERS[kind]
     prepare(compiler.folder, monkeypatch)
     monkeypatch.setattr(default_tile_context.config, "cache_dir", folder.format(compiler.folder))
-    # Larger than a page, so that a full database has no room for it.
-    compiler.breaks(row_forward='head -c 100000 /dev/zero > "$3"; exit')
     for runs in (1, 2):
-        assert compiled()[0] == bytes(100_000)
+        assert compiled()[0] == b"cubin\n"
         assert compiler.runs("row_forward") == runs
     assert not (compiler.folder / "~").exists()
     if told:
@@ -185,45 +165,6 @@ def test_a_process_that_was_killed_while_it_compiled(compiler):
     assert compiler.runs("row_forward") == 2
     compiled()
     assert compiler.runs("row_forward") == 2
-
-
-def fill(specs, number, started):
-    """Compile the forward kernels of some specs, each process in another order."""
-    started.wait()
-    for i in range(len(specs)):
-        made, kernel = (
-            signature_of(spec=specs[(i + number) % len(specs)]),
-            Kernel(row_forward._pyfunc),
-        )
-        assert kernel._compile(made, default_tile_context, CAPABILITY)[0] == b"cubin\n"
-
-
-def test_processes_fill_one_cache(compiler):
-    specs = [NormSpec("rms", 16 * n, "float32") for n in (1, 2, 3)]
-    fork = multiprocessing.get_context("fork")
-    started = fork.Barrier(4)
-    children = [fork.Process(target=fill, args=(specs, n, started)) for n in range(4)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join()
-    assert [child.exitcode for child in children] == [0] * 4
-    runs = compiler.runs("row_forward")
-    assert len(specs) <= runs <= 4 * len(specs)
-    fill(specs, 0, fork.Barrier(1))
-    assert compiler.runs("row_forward") == runs  # the cache has all of them
-
-
-@ct.kernel
-def wrong(X):
-    ct.store(X, (0,), "text")
-
-
-def test_an_error_of_the_language_is_one_of_a_named_kernel(compiler):
-    kernel = Kernel(wrong._pyfunc)
-    made = signature(kernel, (torch.empty(16),))
-    with pytest.raises(CompileError, match="its kernel wrong does not compile for sm_90"):
-        kernel._compile(made, default_tile_context, CAPABILITY)
 
 
 @pytest.fixture

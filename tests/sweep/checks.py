@@ -52,10 +52,10 @@ class Subject:
             values *= torch.exp2(powers.float())
         return values.to(getattr(torch, dtype)).requires_grad_()
 
-    def train(self, tensors: Results | None = None, incoming=None, function=call) -> Results:
+    def train(self, tensors: Results | None = None, incoming=None) -> Results:
         """Outputs and gradients by name: of these tensors, else of the case's own."""
         tensors, incoming = tensors or self.tensors, incoming or self.incoming
-        return train(self.form, tensors, incoming, function=function)
+        return train(self.form, tensors, incoming)
 
     def with_rows(self, change: Callable[[str, Tensor], Tensor]) -> tuple[Results, list[Tensor]]:
         """The case's tensors, those with rows as change(name, tensor) gives them."""
@@ -131,13 +131,9 @@ def strided(subject: Subject) -> Iterator[str]:
     case = subject.case
     got = subject.train(*subject.with_rows(lambda name, t: case.layout(name).filled(t)))
     yield from subject.differences(got)
-    apart = [name for name, t in made(got).items() if not t.is_contiguous()]
+    got.pop("skip", None)  # its gradient is the incoming gradient itself
+    apart = [name for name, t in got.items() if not t.is_contiguous()]
     yield from (f"{name} is not contiguous" for name in apart)
-
-
-def made(results: Results) -> Results:
-    """The results without the gradient of the skip, which is the incoming gradient itself."""
-    return {name: t for name, t in results.items() if name != "skip"}
 
 
 def between_guards(subject: Subject) -> Iterator[str]:
@@ -169,51 +165,6 @@ def quantized(subject: Subject) -> Iterator[str]:
         yield f"{how.label}: other codes where y is returned"
 
 
-def compiled(subject: Subject) -> Iterator[str]:
-    torch._dynamo.reset()
-    backend = "inductor" if subject.device == "cuda" else "aot_eager"  # needs no C++ compiler
-    run = torch.compile(lambda t: call(subject.form, t), fullgraph=True, backend=backend)
-    yield from subject.differences(subject.train(function=lambda _, tensors: run(tensors)))
-
-
-def replayed(subject: Subject) -> Iterator[str]:
-    """Captured in a CUDA graph, whose results are spoilt before each replay."""
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = subject.train()
-    for number in (1, 2):
-        for t in made(got).values():
-            t.fill_(torch.nan)
-        graph.replay()
-        torch.cuda.synchronize()
-        for difference in subject.differences(got):
-            yield f"replay {number}: {difference}"
-
-
-def beside_other_work(subject: Subject) -> Iterator[str]:
-    """While a second stream multiplies matrices."""
-    matrix = torch.randn(4096, 4096, device=subject.device)
-    product, stream = torch.empty_like(matrix), torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        for _ in range(8):
-            torch.mm(matrix, matrix, out=product)
-    found = [subject.train() for _ in range(3)]
-    torch.cuda.synchronize()
-    for got in found:
-        yield from subject.differences(got)
-
-
 Check = Callable[[Subject], Iterator[str]]
-ANYWHERE: tuple[Check, ...] = (again, without_grad, picked, beside_nan, strided)
-ANYWHERE += (between_guards, quantized, compiled)
-ON_GPU: tuple[Check, ...] = (replayed, beside_other_work)
-
-
-def checks_of(case: Case, device: str, name: str | None = None) -> list[Check]:
-    """The checks of a case on a device, or the one of this name."""
-    found = ANYWHERE + ON_GPU if device == "cuda" else ANYWHERE
-    if name:
-        return [check for check in found if check.__name__ == name]
-    return [check for check in found if check is not compiled or case.compiles]
+CHECKS: tuple[Check, ...] = (again, without_grad, picked, beside_nan, strided)
+CHECKS += (between_guards, quantized)

@@ -17,7 +17,6 @@ from ..cases import DTYPES, MAX_HIDDEN
 from ..layouts import Layout
 from ..quantized import HOWS
 
-COMPILED = 40  # one case in so many runs under torch.compile
 MOST_FEW = 40  # rows of a batch of a few rows
 
 
@@ -48,10 +47,6 @@ class Case:
     def parse(cls, text: str) -> "Case":
         """The case that str() gave this text."""
         return eval(text, {"Case": cls, "NormSpec": NormSpec})
-
-    @property
-    def compiles(self) -> bool:
-        return self.seed % COMPILED == COMPILED - 1
 
     @property
     def row_shape(self) -> tuple[int, ...]:

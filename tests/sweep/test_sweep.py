@@ -9,16 +9,10 @@ import pytest
 import torch
 
 from tests import cases
-from tests.kernels.test_bits import SPECS
-from tests.ops.helpers import NEEDS_GPU, slow
-from tests.ops.pretended import pretended_gpu
-from tests.tools.test_precompile import keys
+from tests.ops.helpers import NEEDS_GPU
 from tilenorm.kernels import backward, forward
-from tilenorm.launch.calls import bound
-from tilenorm.ops import cutile
 from tilenorm.spec import NormSpec
 
-from . import ahead, checks, draw
 from .__main__ import main
 from .draw import Case
 
@@ -37,18 +31,6 @@ def test_drawn_cases_pass(executor, capsys):
     status, printed = run(capsys, "--executor", executor, "--specs", "2", "--seed", seed)
     assert status == 0, printed
     assert printed.startswith("2 specs, 0 failures")
-
-
-@pytest.mark.parametrize("spec", [*SPECS[:6], *slow(*SPECS[6:8])], ids=cases.label)
-def test_regimes_pass(spec, capsys):
-    case = str(Case(spec, 6, 4))
-    status, printed = run(capsys, "--executor", "interpreter_sm_90", "--case", case)
-    assert status == 0, printed
-
-
-def test_under_torch_compile(capsys, dynamo):
-    given = ("--executor", "interpreter_sm_90", "--case", str(SEVERAL_ROWS_A_TILE))
-    assert run(capsys, *given, "--check", "compiled")[0] == 0
 
 
 def by_place_in_the_tile(real):
@@ -98,36 +80,6 @@ def test_an_exception_is_a_failure(capsys):
         given = ("--executor", "interpreter_sm_90", "--case", str(SEVERAL_ROWS_A_TILE))
         status, printed = run(capsys, *given)
     assert status == 1 and "FAILED plain call" in printed and "Error" in printed
-
-
-def test_the_time_is_kept(capsys):
-    status, printed = run(
-        capsys, "--executor", "interpreter_sm_90", "--seconds", "0", "--seed", "4"
-    )
-    assert status == 0 and printed.startswith("1 specs")
-
-
-def test_a_case_is_read_as_it_is_printed():
-    for case in draw.drawn(200, 3, draw.GPU):
-        assert Case.parse(str(case)) == case
-
-
-def test_what_checks_launch_is_compiled_ahead_but_for_other_layouts():
-    for case in draw.drawn(5, 5, draw.INTERPRETER):
-        launched = []
-        with pretended_gpu():
-            launch = cutile.launch
-
-            def recorded(stream, launches, arrays):
-                launched.extend(bound(launches, arrays))  # noqa: B023
-                launch(stream, launches, arrays)  # noqa: B023
-
-            with patch.object(cutile, "launch", recorded):
-                subject = checks.Subject(case, "cpu")
-                for check in checks.checks_of(case, "cpu"):
-                    if check is not checks.strided:
-                        assert not list(check(subject))
-        assert keys(launched) <= keys(ahead.calls_of(case, cases.target("sm_90"))), case
 
 
 @NEEDS_GPU

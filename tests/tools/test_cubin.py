@@ -14,13 +14,10 @@ from tilenorm.tools.candidates import Search
 from tilenorm.tools.precompile import calls_of, cubin_of
 from tilenorm.tools.tune import plan_of
 
-# Without spills and with; threads that only load; another version of the ELF format and three
-# launches, of blocks that share rows.
+# Without spills and with, by tile loads, and another version of the ELF format.
 COMPILED = {
-    "sm_90 without spills": ("sm_90", Backward((1024,), hints=Hints(1))),
     "sm_90 with spills": ("sm_90", Backward((1024,), 4, hints=Hints(5))),
     "sm_90 by tile loads": ("sm_90", Backward((1024,), tma=True, hints=Hints(1, 8))),
-    "sm_80": ("sm_80", Backward((1024,), hints=Hints(1))),
     "sm_100": ("sm_100", Backward((512,), hints=Hints(3))),
 }
 
@@ -65,12 +62,8 @@ def test_spills_are_seen(cubins):
     assert cubin.resources(cubins[0]).spill_bytes > 0
 
 
+@pytest.mark.parametrize("cubins", ["sm_90 with spills"], indirect=True)
 @pytest.mark.parametrize("cut", [0, 3, 70, 1000])
 def test_what_is_no_cubin_is_refused(cubins, cut):
     with pytest.raises(ValueError, match="not a cubin with one kernel"):
         cubin.resources(cubins[0][:cut])
-
-
-def test_code_is_told_apart(cubins):
-    digests = [cubin.resources(code).code for code in cubins]
-    assert len(set(digests)) == len(cubins) == len(set(cubins))

@@ -1,19 +1,21 @@
 """Compiling ahead uses every CPU that the process may use, and leaves nothing for a first step."""
 
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from random import Random
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from tests import cases, stand_in_driver
 from tests.executors import Inputs, arguments_of, backward_calls, forward_calls
-from tests.ops.helpers import slow
+from tests.ops.helpers import EACH_FORM, call, slow, spec_of, tensors_of
 from tests.ops.pretended import pretended_gpu
 from tests.pieces import in_pieces
 from tests.quantized import HOWS
-from tilenorm.__main__ import main
 from tilenorm.launch.calls import bound, every_gradient
 from tilenorm.launch.plan import plan_backward
 from tilenorm.launch.target import MULTIPROCESSORS, Target
@@ -29,58 +31,27 @@ from tilenorm.tools.precompile import (
 )
 
 H200 = Target.of("sm_90")
-SPECS = [NormSpec("rms", n, "bfloat16") for n in (64, 128)]
 
 
-@pytest.fixture
-def pools(monkeypatch):
-    """How many processes were asked for, at each start of some; they run in this one."""
+def test_as_many_processes_as_cpus_and_no_more_than_work(monkeypatch):
     started = []
 
-    class Pool:
-        def __init__(self, processes, *_):
-            started.append(processes)
+    def pool(processes, *_):
+        started.append(processes)
+        return nullcontext(SimpleNamespace(map=map))
 
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        map = staticmethod(map)
-
-    monkeypatch.setattr(precompile, "ProcessPoolExecutor", Pool)
-    monkeypatch.setattr(precompile, "_compile_nth", lambda item: item[0].hidden)
-    return started
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system has no affinity")
-def test_all_cpus_at_once(pools, monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2, 5})
-    found = list(precompile.precompile(SPECS, H200))
-    assert pools == [3]
-    assert [set(kernels) for kernels in found] == [{64}, {128}]
-
-
-def test_no_more_processes_than_work(pools):
-    for work in ([-1, 2], [-1]):
-        with precompile.compiling(abs, work, 50) as results:
+    monkeypatch.setattr(precompile, "ProcessPoolExecutor", pool)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2, 5}, raising=False)
+    for work in ([-1, 2, -3, 4], [-1, 2], [-1]):
+        with precompile.compiling(abs, work, None) as results:
             assert list(results) == [abs(n) for n in work]
-    assert pools == [2]
+    assert started == [3, 2]
 
 
-def test_the_command_takes_pieces(capsys, monkeypatch):
-    def compiled(item) -> precompile.Compiled:
-        """As if a kernel were compiled."""
-        spec, target, calls, number = item
-        name = calls(spec, target)[number].kernel._pyfunc.__name__
-        return precompile.Compiled(0, 0, 0, 0, "", name, "", 0.0)
-
-    monkeypatch.setattr(precompile, "_compile_nth", compiled)
-    command = ["precompile", "--arch", "sm_90", "--hidden", "128", "--processes", "1", "--pieces"]
-    assert main(command) == 0
-    found = {line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]}
-    assert found == {"row_sums", "row_apply", "grad_sums", "grad_apply", "column_sum"}
+def test_each_spec_has_its_own_kernels(monkeypatch):
+    monkeypatch.setattr(precompile, "_compile_nth", lambda item: item[0].hidden)
+    specs = [NormSpec("rms", n, "bfloat16") for n in (64, 128)]
+    assert [set(found) for found in precompile.precompile(specs, H200, 1)] == [{64}, {128}]
 
 
 def keys(calls) -> set[str]:
@@ -122,18 +93,34 @@ def test_a_drawn_step_compiles_nothing_new(seed):
         assert spec.joins or keys(piece_calls(spec, target, rows)) <= ahead_of_pieces, rows
 
 
-@pytest.mark.parametrize("norm", ["rms", "layer"])
-def test_the_ops_of_pieces_launch_what_is_compiled_ahead(norm):
-    spec, calls = NormSpec(norm, 128, "bfloat16", "bfloat16", residual="float32"), []
-    ahead = keys(piece_training_calls(spec, cases.target("sm_90")))
-    whole = replace(spec, hidden=256)
+@pytest.fixture
+def launched():
+    """What ops launch, as on a GPU. Nothing runs."""
+    calls = []
 
     def launch(stream, launches, arrays):
         calls.extend(bound(launches, arrays))
 
     with pretended_gpu("sm_90"), patch.object(cutile, "launch", launch):
-        in_pieces(whole, Inputs.random(whole, 5, "cpu"), (128, 128), copied=True)
-    assert calls and keys(calls) <= ahead
+        yield calls
+
+
+@EACH_FORM
+def test_an_op_launches_what_is_compiled_ahead(form, launched):
+    tensors = {name: t.requires_grad_() for name, t in tensors_of(form, 5, 64).items()}
+    outputs = call(form, tensors)
+    torch.autograd.grad(outputs, list(tensors.values()), [torch.ones_like(y) for y in outputs])
+    ahead = training_calls(spec_of(form, tensors), cases.target("sm_90"))
+    assert launched and keys(launched) <= keys(ahead)
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_the_ops_of_pieces_launch_what_is_compiled_ahead(norm, launched):
+    spec = NormSpec(norm, 128, "bfloat16", "bfloat16", residual="float32")
+    whole = replace(spec, hidden=256)
+    in_pieces(whole, Inputs.random(whole, 5, "cpu"), (128, 128), copied=True)
+    ahead = piece_training_calls(spec, cases.target("sm_90"))
+    assert launched and keys(launched) <= keys(ahead)
 
 
 @pytest.mark.parametrize("how", HOWS, ids=str)
@@ -186,6 +173,4 @@ assert len(symbols) > 50
 
 
 def test_agrees_with_cutile(tmp_path):
-    stand_in_driver.built(tmp_path)
-    done = stand_in_driver.run(PROGRAM, tmp_path)
-    assert done.returncode == 0, done.stderr
+    stand_in_driver.check(PROGRAM, tmp_path)

@@ -51,12 +51,8 @@ def test_lines_are_told_apart(arch):
     assert labels and len(set(labels)) == len(labels)
 
 
-@pytest.fixture
-def some(monkeypatch):
+def test_a_line_for_each_launch(monkeypatch, capsys):
     monkeypatch.setattr(digests, "cases", lambda arch: CASES)
-
-
-def test_a_line_for_each_launch(some, capsys):
     assert main(["digests", "--arch", "sm_90", "--processes", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.rsplit(" ", 2)[1:][0] for line in lines] == ["launch:0"] * 3 + ["launch:1"]
@@ -64,10 +60,3 @@ def test_a_line_for_each_launch(some, capsys):
     codes = [line.split()[-1] for line in lines]
     assert len(set(codes)) == 4 and all(len(code) == digests.DIGITS for code in codes)
     assert list(digests.digests("sm_90", 1)) == lines, "the same code has the same digest"
-
-
-def test_a_digest_follows_the_constants_of_a_kernel(some, monkeypatch):
-    (line, *_) = digests.digests("sm_90", 1)
-    monkeypatch.setattr(digests, "cases", lambda arch: [CASES[0]._replace(save=True)])
-    (other,) = digests.digests("sm_90", 1)
-    assert line.split()[-1] != other.split()[-1]
