@@ -127,15 +127,13 @@ def repeatable_call(provider, inputs, grads, direction) -> Callable:
 
 
 def _measure(provider, op, prepared, cell, device) -> dict:
-    inputs, grads, expected, allowed = prepared
-    direction = cell.direction
-    call = repeatable_call(provider, inputs, grads, direction)
+    (inputs, grads, expected, allowed), way = prepared, cell.direction
+    call = repeatable_call(provider, inputs, grads, way)
     check.poison((*inputs, *grads))
     results = op.decoded(check.as_tuple(call()), inputs)
-    found = results, expected[direction], allowed[direction]
-    if wrong := check.complaint(op, direction, *found):
+    if wrong := check.complaint(op, way, results, expected[way], allowed[way]):
         return {"status": "wrong", "error": wrong}
-    make = partial(repeatable_call, provider, inputs, grads, direction)
+    make = partial(repeatable_call, provider, inputs, grads, way)
     return timing.measure(make, cell.bytes, device)
 
 

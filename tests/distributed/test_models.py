@@ -129,8 +129,7 @@ def test_compile_replaces_norms_under_sequence_parallelism(name, first, backend)
 @pytest.mark.parametrize(
     "op, backend",
     [
-        ("rms_norm", "aot_eager"),
-        *(pytest.param(n, "aot_eager", marks=pytest.mark.slow) for n in [*FAMILY][1::2]),
+        *slow_but_first((n, "aot_eager") for n in ("rms_norm", *[*FAMILY][1::2])),
         pytest.param("add_rms_norm", "inductor", marks=INDUCTOR),
     ],
 )

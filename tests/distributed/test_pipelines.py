@@ -31,28 +31,20 @@ SCHEDULES = {
     ScheduleZBVZeroBubble: {0: (0, 3), 1: (1, 2)},
 }
 MICROBATCHES = 4
+loss = nn.MSELoss(reduction="sum")
 # PyTorch 2.9 and 2.11 ask a function of autograd's in Python for what it does not have.
 ZERO_BUBBLE = pytest.mark.skipif(TORCH < (2, 13), reason="PyTorch errs in zero-bubble schedules")
-EACH_SCHEDULE = pytest.mark.parametrize(
-    "cls",
-    [pytest.param(c, marks=ZERO_BUBBLE if "Zero" in c.__name__ else ()) for c in SCHEDULES],
-    ids=lambda cls: cls.__name__,
-)
+EACH = [pytest.param(c, marks=ZERO_BUBBLE if "Zero" in c.__name__ else ()) for c in SCHEDULES]
 
 
 def blocks(number: int) -> nn.Sequential:
     return nn.Sequential(*(block() for _ in range(number)))
 
 
-def loss(y, target):
-    return (y - target).square().sum()
-
-
 def run_schedule(cls, stages: list, x, target):
     """The output of the last stage on its rank, and None on the other."""
-    options = {"loss_fn": loss, "scale_grads": False}
     given = stages[0] if cls in (ScheduleGPipe, Schedule1F1B) else stages
-    schedule = cls(given, MICROBATCHES, **options)
+    schedule = cls(given, MICROBATCHES, loss_fn=loss, scale_grads=False)
     first, last = (any(getattr(s, f"is_{n}") for s in stages) for n in ("first", "last"))
     found = schedule.step(*([x] if first else []), **({"target": target} if last else {}))
     return found if last else None
@@ -73,7 +65,7 @@ def compare_stages(whole: nn.Module, modules: dict[str, nn.Module], y, x, target
             torch.testing.assert_close(parameter.grad, other.grad, rtol=0, atol=1e-5 * largest)
 
 
-@EACH_SCHEDULE
+@pytest.mark.parametrize("cls", EACH, ids=lambda cls: cls.__name__)
 @on_every_rank
 def test_schedules_of_two_ranks(cls):
     group = mesh(ONE).get_group()
