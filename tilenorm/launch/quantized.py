@@ -27,15 +27,18 @@ def compiled_as(spec: NormSpec, config: Config) -> Config:
     if isinstance(config, SharedForward):
         fewer = _resident(config, SHARED[spec.norm], elements)
         return _with(config, min(fewer, config.hints.occupancy or 1))
-    one_row = isinstance(config, RowForward) and config.rows == 1 and spec.aligned
-    if one_row and not spec.residual:
+    if isinstance(config, RowForward) and config.rows == 1 and spec.aligned:
         sixteen = spec.widest_item == 2
-        wide = elements if sixteen else elements * 1.25  # rows of float32 spill earlier
+        # Rows of float32, and those with a residual, spill earlier.
+        wide = elements * 1.25 ** ((not sixteen) + bool(spec.residual))
         rows = ONE_ROW[spec.quantized.group > 0]
         # Rows of 16 bits are packed there, and those of float32 take all registers.
         fits = sixteen or wide <= rows[-1][0]
-        packed = sixteen and elements > MOST_UNPACKED
         occupancy = _resident(config, rows, wide) if fits else None
+        if spec.residual:  # more blocks than the plain norm's were not faster
+            plain = config.hints.occupancy
+            return _with(config, min(plain, occupancy or plain) if plain else None)
+        packed = sixteen and elements > MOST_UNPACKED
         return _with(config, occupancy, packed=packed, fetch=False)
     return config
 
