@@ -56,6 +56,7 @@ def test_small_batches_use_the_variant_without_prefetch():
         assert differ <= {"FETCH", "PACKED"}
         assert (in_small["FETCH"], in_small["PACKED"]) == (False, False)
         assert (in_large["FETCH"], in_large["PACKED"]) == (True, plan.config.packed)
+        assert in_small["THREADS"] and in_large["THREADS"]
         assert small.kernel is hinted(row_forward, Hints(None, plan.config.hints.num_worker_warps))
         fewest_queued = next(rows for rows in range(1, 1000) if plan.queues(rows))
         assert (fewest_queued - 1) // H200.multiprocessors == (1 if hidden > 12288 else 2)

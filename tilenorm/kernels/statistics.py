@@ -121,20 +121,17 @@ class Order:
 
 def order_of(X, cut, count, THREADS):
     """The order of the sums over a row of X in a forward pass. count: a number that is never
-    negative. THREADS: those of a block.
+    negative. THREADS: those of a block, or 0 where the order is not prescribed. Blocks that share a
+    row always have one.
 
-    Where a tile is a row or a part of one, its widths and its threads alone prescribe the order, so
-    that all kernels with such tiles give the same bits: those that quantise too, and those without
-    statistics. A tile of several rows has fused additions: folding it took 1.2 times as long by
-    gated_layer_norm of 128, and 2.5 times by layer_norm_quantized of 1024 (bfloat16, an H100). A
-    row that does not start on vectors has the compiler's order: layer_norm of 4097 took 2.5 times
-    as long with one (an H200).
+    The widths of a tile and its threads alone prescribe the order, so that all kernels with such
+    tiles give the same bits: those that quantise too, and those without statistics. Elsewhere a
+    tile of several rows has fused additions.
     """
-    if cut.CHUNKS > 1:
-        return Order(opaque_zero(count), UNIT=unit(X, cut), SETTLED=True)
-    if cut.ROWS > 1 or not cut.ALIGNED:
+    if cut.CHUNKS == 1 and THREADS == 0:
         return Order(opaque_zero(count), FUSED=cut.ROWS > 1)
-    return Order(opaque_zero(count), UNIT=unit(X, cut), THREADS=THREADS, SETTLED=True)
+    whole = THREADS if cut.CHUNKS == 1 and cut.ALIGNED else 0
+    return Order(opaque_zero(count), UNIT=unit(X, cut), THREADS=whole, SETTLED=True)
 
 
 def order_of_dots(X, cut, count, COPIES):

@@ -15,19 +15,22 @@ from .tuned.quantized import (
 )
 
 
-def compiled_as(spec: NormSpec, config: Config) -> Config:
+def compiled_as(spec: NormSpec, config: Config, ordered: bool) -> Config:
     """The configuration that the kernel of a quantised norm is compiled with.
 
     config: the plain norm's. q has to have the plain norm's bits, so that the rows of a tile, its
     segments and its threads are the same. What is read early or kept in 16 bits, and how many
     blocks a multiprocessor has, is chosen for the quantised norm, which has more instructions and
-    writes less.
+    writes less. ordered: the kernel prescribes the order in which it adds up a row. Without an
+    occupancy the compiler mostly chooses the plain norm's.
     """
+    if config.rows == 1 and not ordered:
+        return _with(config, None)
     elements = _elements(spec, config)
     if isinstance(config, SharedForward):
         fewer = _resident(config, SHARED[spec.norm], elements)
         return _with(config, min(fewer, config.hints.occupancy or 1))
-    if isinstance(config, RowForward) and config.rows == 1 and spec.aligned:
+    if isinstance(config, RowForward) and config.rows == 1:
         sixteen = spec.widest_item == 2
         # Rows of float32, and those with a residual, spill earlier.
         wide = elements * 1.25 ** ((not sixteen) + bool(spec.residual))
