@@ -136,7 +136,7 @@ class Executor:
         dsum, saved = inputs.dsum if needs.dsum else None, inputs.saved(spec)
         run = cutile.bind_backward(plan, spec.kept, self.run(**how))
         with guarded():
-            tensors = run(inputs.dy, dsum, saved)
+            tensors = run((inputs.dy, dsum, *saved), inputs.eps)
         names = cases.GRADIENTS + cases.BY_GROUP * spec.modulated
         names += cases.OF_KEY * (spec.rotation is not None)
         grads = dict(zip(names, tensors, strict=True))

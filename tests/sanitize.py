@@ -99,8 +99,8 @@ def launch(job: Job, inputs: Inputs, target: Target, run) -> None:
     needs = every_gradient(spec)._replace(terms=job.terms, output=job.terms > 1)
     plan = BackwardPlan(spec, target, config, needs)
     more = [torch.zeros_like(inputs.dy)] * (job.terms - 1)
-    bound = cutile.bind_backward(plan, spec.kept, run)
-    bound(inputs.dy, inputs.dsum, inputs.saved(spec), more=more)
+    tensors = inputs.dy, inputs.dsum, *inputs.saved(spec), *more
+    cutile.bind_backward(plan, spec.kept, run)(tensors, EPS)
 
 
 if __name__ == "__main__":

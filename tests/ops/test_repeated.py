@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 import tilenorm
 from tests.quantized import bits
 from tilenorm.ops import call as calls
-from tilenorm.ops import cutile, torch_private
+from tilenorm.ops import cutile, passes, torch_private
 from tilenorm.ops.call import MOST_GUARDS, remembered
 from tilenorm.table import NORMS, OPS
 
@@ -245,11 +245,12 @@ def test_another_shape_or_eps_is_another_call(device, made):
     assert taken(made) == ["repeated"]
 
 
-def test_a_few_eps_are_kept(device, made):
+def test_a_few_calls_are_kept(device, made, monkeypatch):
+    monkeypatch.setattr(passes, "MOST_CALLS", 3)
     x = random(4, N, device=device)
-    for i in range(3 * (cutile.MOST_EPS + 2)):
-        tilenorm.rms_norm(x, (N,), eps=1e-6 * (1 + i % (cutile.MOST_EPS + 2)))
-    assert taken(made).count("prepared") == cutile.MOST_EPS
+    for i in range(3 * 5):
+        tilenorm.rms_norm(x, (N,), eps=1e-6 * (1 + i % 5))
+    assert taken(made).count("prepared") == 3
 
 
 def test_while_a_graph_is_captured_nothing_is_kept(device, monkeypatch):

@@ -135,7 +135,7 @@ class Kernels:
         saved["mean"] = mean if mean is None else vector_of(mean)
         kept = [saved[role] for role in spec.kept]
         with on_device_of(x):
-            grads = runner.backward(spec, needs)(dy, None, kept, 0.0)  # rstd holds eps
+            grads = runner.backward(spec, needs)((dy, None, *kept), 0.0)  # rstd holds eps
         return grads[0], *grads[3:]
 
     def _serving(

@@ -76,6 +76,13 @@ class Needs(NamedTuple):
         return (*first, *self.modulation, *self.of_key)
 
     @property
+    def reads(self) -> tuple[bool, bool]:
+        """Whether dy and dsum are read: of rotated heads, the gradients of queries and of keys."""
+        if self.of_key:
+            return self.dx or self.dw, self.dkey or self.dkey_weight
+        return True, self.dsum
+
+    @property
     def dkey(self) -> bool:
         """Whether the gradient of a key is requested."""
         return any(self.of_key[:1])

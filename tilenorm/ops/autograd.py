@@ -1,6 +1,7 @@
 """The derivative of every op: one autograd Function, for eager calls and for the ops."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,13 +49,23 @@ class Call(Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        bound, asked = ctx.bound, asked_of(ctx)
-        saved = ctx.saved_tensors  # asking calls the hooks of saved tensors
-        if bound.gradients is not None and not torch.is_grad_enabled():
-            run, plain = bound.gradients(asked, *[g is not None for g in grads])
-            if plain.takes((*grads, *saved)):  # a hook of saved tensors may return any tensor
-                return run(grads, saved, ctx.eps)
-        return None, *gradients(bound, asked[1:], grads, saved, ctx.eps)
+        asked = asked_of(ctx)
+        # Asking for the saved tensors calls their hooks.
+        return None, *backward(ctx.bound, asked[1:], grads, ctx.saved_tensors, ctx.eps)
+
+
+def backward(
+    bound: Any, asked: tuple[bool, ...], grads: Sequence[Tensor | None], saved: Sequence, eps: Any
+) -> tuple[Tensor | None, ...]:
+    """The gradient of each tensor that an op takes, by a Bound's passes where they serve.
+
+    asked: whether each tensor needs its gradient. grads: of the Function's results.
+    """
+    if bound.gradients is not None and not torch.is_grad_enabled():
+        run = bound.gradients(asked, tuple([g is not None for g in grads]))
+        if run.plain.takes((*grads, *saved)):  # a hook of saved tensors may return any tensor
+            return run(grads, saved, bound.eps_of(eps))
+    return gradients(bound, asked, grads, saved, eps)
 
 
 def gradients(

@@ -5,7 +5,6 @@ from functools import cache, lru_cache, partial
 from math import prod
 from operator import itemgetter
 from threading import Lock
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,12 +17,11 @@ from ..table import OPS, QUANTIZATION, ROTATION, Op
 from .arguments import without_tensor
 from .direct import Plain
 from .gradients import Step, run_steps, steps_of
-from .layout import MOST_SHAPES
+from .passes import NONE, Gradients, Pass, Served
 from .reference import name_of
 from .registry import MAX_ROWS, Device, Implementation, device_of, failure, record_failure, select
 
 _REPLACING = Lock()
-NOTHING = SimpleNamespace(key_of=None, repeated=lambda *_: None)  # the layouts that repeat no call
 MOST_CALLS = 1024  # that are remembered
 
 
@@ -57,8 +55,9 @@ class OpSpecs:
             x = stage.ports["sum" if spec.residual else "x"]
             ports = stage.ports | {"x": x, "input": stage.ports["x"]}
             places += [names.index(ports[role]) for role in spec.saved]
-        # Of an op's tensors and results, those that autograd saves.
+        # Of an op's tensors and results, those that autograd saves; and how many they are.
         self.kept: Callable[[tuple], tuple] = itemgetter(*places)
+        self.saves = len(places)
         self._returns(len(op.makes))
         self.steps = cache(partial(steps_of, op, self.specs))
 
@@ -175,10 +174,9 @@ def _op_specs(name, options, dtypes, heads, backend, save) -> OpSpecs:
 class Bound(OpSpecs):
     """Runs the calls of one op, for one spec on one device, by an implementation.
 
-    inference, training: functions of (tensors, eps) that return the tensors that the op
-    makes, as those of Implementation. Training saves mean and rstd. plain: tells whether tensors
-    may be given to one of them directly. An op of several norms is one pass where the
-    implementation has it, else it runs norm by norm.
+    inference, training: the passes of (tensors, eps). Training saves mean and rstd. plain: tells
+    whether tensors may be given to one of them directly. An op of several norms is one pass where
+    the implementation has it, else it runs norm by norm; its eps are a tuple.
 
     The first kernel that does not compile ends the implementation's service, in both directions:
     another implementation serves this call and all later ones. It also computes the gradients of
@@ -193,135 +191,108 @@ class Bound(OpSpecs):
         self.device, self.plain = device, Plain()
         self._returns(op.shown)
         rows = MAX_ROWS + 1 if long else 0
-        how = device, backend
-        chosen = [(select(spec, rows, *how), spec) for spec in self.specs]
-        self.norms = [BoundNorm(*each, *how, self._bind) for each in chosen]
-        self._bind()
-
-    def _bind(self) -> None:
+        self.norms = [
+            BoundNorm(select(spec, rows, device, backend), spec, device, backend)
+            for spec in self.specs
+        ]
         self.inference, self.training = self._forward(False), self._forward(True)
         self.gradients = cache(self._gradients)
 
-    def _forward(self, save: bool) -> Callable:
-        chained, count = bool(self.op.calls), len(self.op.makes)
-        run = self._chain(save) if chained else self.norms[0].forward(save)
-        layouts: Any = run.layouts  # type: ignore[attr-defined]
-        if layouts is NOTHING:
-            return run
-        repeated: dict[tuple, Callable] = {}
-        key_of = layouts.key_of
+    def _forward(self, save: bool) -> Pass:
+        if not self.op.calls:
+            return self.norms[0].forward(save)
+        chain = Pass(lambda: self._chain(save, chain))
+        return chain
 
-        def repeating(tensors, eps):
-            key = tensors[0].shape if key_of is None else key_of(tensors)
-            repeat = repeated.get((key, eps))
-            made = repeat and repeat(tensors)
-            if made is not None:
-                return tuple(made[:count])
-            made = run(tensors, eps)
-            if not chained or eps[0] == eps[1]:
-                keep(repeated, (key, eps), layouts.repeated(key, eps[0] if chained else eps))
-            return made
-
-        repeating.layouts = layouts  # type: ignore[attr-defined]
-        return repeating
-
-    def _chain(self, save: bool) -> Callable:
+    def _chain(self, save: bool, chain: Pass) -> Served:
         """All norms in one pass, where one implementation serves them and has it."""
         chosen, apart = self.norms[0].implementation, self._norm_by_norm(save)
         alike = {norm.implementation.name for norm in self.norms} == {chosen.name}
         served = alike and not failure(chosen.name, self.spec, self.device)
         run = chosen.forward(self.spec, self.device, save) if served else None
-        if run is None:
-            return apart
 
-        def forward(tensors, eps):
-            if eps[0] != eps[1]:
-                return apart(tensors, eps)
-            try:
-                return run(tensors, eps[0])
-            except CompileError as error:
-                record_failure(chosen.name, self.spec, self.device, error)
-            self._bind()
-            return (self.training if save else self.inference)(tensors, eps)
+        def failed(error: CompileError) -> None:
+            record_failure(chosen.name, self.spec, self.device, error)
+            chain.reset()
 
-        forward.layouts = getattr(run, "layouts", NOTHING)  # type: ignore[attr-defined]
-        return forward
+        return Served(apart if run is None else Chain(run, apart), failed)
 
     def _norm_by_norm(self, save: bool) -> Callable:
         names = [port.name for port in self.op.takes]
 
-        def forward(tensors, eps):
-            found = dict(zip(names, tensors, strict=True))
-            each = zip(self.norms, self.op.stages, eps, strict=True)
-            for norm, stage, own in each:
+        def apart(tensors, eps):
+            made = dict(zip(names, tensors, strict=True))
+            for norm, stage, own in zip(self.norms, self.op.stages, eps, strict=True):
                 row = OPS[stage.op]
-                taken = tuple([found.get(stage.ports.get(role)) for role in row.roles])
-                made = norm.forward(save)(taken, own)
-                pairs = zip(row.made, made, strict=True)
-                found |= {stage.ports[role]: t for role, t in pairs if role in stage.ports}
-            return tuple([found.get(port.name) for port in self.op.makes])
+                taken = tuple([made.get(stage.ports.get(role)) for role in row.roles])
+                results = zip(row.made, norm.forward(save)(taken, own), strict=True)
+                made |= {stage.ports[role]: t for role, t in results if role in stage.ports}
+            return tuple([made.get(port.name) for port in self.op.makes])
 
-        forward.layouts = NOTHING  # type: ignore[attr-defined]
-        return forward
+        return apart
 
-    def _gradients(self, asked: tuple[bool, ...], *arrived: bool) -> tuple[Callable, Plain]:
-        """A function of (grads, saved, eps) that returns a gradient for each input of the autograd
-        Function, or None, and what tells whether tensors may be given to it directly.
+    def _gradients(self, asked: tuple[bool, ...], arrived: tuple[bool, ...]) -> Callable:
+        """A function of (grads, saved, eps) that returns a gradient for each tensor that the op
+        takes, or None: Gradients where passes make them all. Its attribute `plain` tells whether
+        tensors may be given to it directly.
 
-        asked: for each input of the Function, of which the first is no tensor. arrived: for each
-        of its results, whether its gradient comes in.
+        asked: for each tensor that the op takes, whether its gradient is asked for. arrived: for
+        each result of the autograd Function, whether its gradient comes in.
         """
-        op, norms = self.op, self.norms
-        steps = self.steps(asked[1:], *arrived)
+        op, norms, steps = self.op, self.norms, self.steps(asked, *arrived)
+        first = 1 + len(arrived)
+        arriving = [1 + i if came else None for i, came in enumerate(arrived)]
+        saved, passes = range(first, first + self.saves), []
+        end = first + self.saves
 
-        def run(step: Step, dy, dsum, saved, eps):
-            kept = saved[: len(step.spec.kept)]
-            return norms[step.place].backward(step.spec, step.needs)(dy, dsum, kept, eps, ())
+        def place_of(step: Step, dy, dsum, kept, eps) -> range:
+            """The places of what a step's pass returns."""
+            nonlocal end
+            of_dy, of_dsum = step.needs.reads
+            reads = (dy if of_dy else None), (dsum if of_dsum else None), *kept[: len(step.spec.kept)]
+            run = norms[step.place].backward(step.spec, step.needs)
+            passes.append((run, tuple([NONE if p is None else p for p in reads]), step.place))
+            start, end = end, end + len(step.needs.gradients)
+            return range(start, end)
+
+        if all(step.is_pass for step in steps):
+            eps = (None,) * len(norms)
+            gives = run_steps(op, steps, arriving, saved, eps, place_of)
+            return Gradients(passes, [NONE if p is None else p for p in gives])
+
+        def run(step: Step, dy, dsum, kept, eps):
+            tensors = dy, dsum if step.needs.dsum else None, *kept[: len(step.spec.kept)]
+            return norms[step.place].backward(step.spec, step.needs)(tensors, eps)
 
         def several(grads, saved, eps):
-            return None, *run_steps(op, steps, grads, saved, self.eps_of(eps), run)
+            return run_steps(op, steps, grads, saved, eps, run)
 
-        if len(steps) != 1 or steps[0].dy is None or op.calls:
-            return several, Plain()
-        step, places = steps[0], steps[0].places(op.roles)
-        if places is None or self.spec.layer_scale:
-            return several, Plain()
-        count = len(step.needs.gradients)
-        take = itemgetter(count + 1, *places)
-        names = [port.name for port in op.makes]
-        first, second = names.index(step.dy), step.dsum and names.index(step.dsum)
+        several.plain = Plain()  # type: ignore[attr-defined]
+        return several
 
-        def nothing(*_):  # y.backward(inputs=[y]) runs y's own node too
-            return (None,) * count
 
-        compute: Any = nothing
-        computed = any(step.needs.gradients)
-        if computed:
-            compute = norms[0].backward(step.spec, step.needs)
-        repeated: dict[tuple, Callable] = {}
-        kept = step.spec.kept
-        affine = next((i for i, role in enumerate(kept) if role in ("weight", "bias")), 0)
-        layouts = compute.layouts if computed else NOTHING
-        key_of = layouts.key_of
+class Chain:
+    """A chain of norms in one pass, which takes one eps. Calls with several run norm by norm.
 
-        def one(grads, saved, eps):
-            dy, dsum = grads[first], grads[second] if second else None
-            key = saved[0].shape if key_of is None else key_of((dy, dsum, *saved))
-            repeat = repeated.get((key, saved[affine].shape))
-            made = repeat and repeat((dy, dsum, *saved))
-            if made is not None:
-                return take((*made[:count], dy, None))
-            found = compute(dy, dsum, saved, eps, ())
-            keep_backward(repeated, (key, saved[affine].shape), found, layouts, key)
-            return take((*found, dy, None))
+    run: the implementation's function of (tensors, eps). apart: that of (tensors, the eps of each).
+    """
 
-        return one, Plain()
+    def __init__(self, run: Any, apart: Callable):
+        self._run, self._apart = run, apart
+        self.input, self.like, self.grouped = run.input, run.like, run.grouped
+
+    def __call__(self, tensors: tuple, eps: tuple) -> tuple:
+        return self._run(tensors, eps[0]) if len({*eps}) == 1 else self._apart(tensors, eps)
+
+    def prepared(self, tensors: tuple, eps: tuple) -> tuple[tuple, Any]:
+        """As Kernels.prepared."""
+        if len({*eps}) == 1:
+            return self._run.prepared(tensors, eps[0])
+        return self._apart(tensors, eps), None
 
 
 class BoundNorm:
-    """One norm on a device, and the implementation that serves it. changed: is called where another
-    one takes its place.
-    """
+    """One norm on a device, and the implementation that serves it."""
 
     def __init__(
         self,
@@ -329,71 +300,45 @@ class BoundNorm:
         spec: NormSpec,
         device: Device,
         backend: str | None = None,
-        changed: Callable[[], None] = lambda: None,
     ):
-        self.spec, self.device, self.backend, self.changed = spec, device, backend, changed
-        self._serve_by(implementation)
-
-    def _serve_by(self, implementation: Implementation) -> None:
+        self.spec, self.device, self.backend = spec, device, backend
         self.implementation = implementation
+        self._passes: list[Pass] = []
         self.forward = cache(self._forward)
         self.backward = cache(self._backward)
-        self.piece = cache(self._piece)
 
-    def _forward(self, save: bool) -> Callable:
-        run = self.implementation.forward(self.spec, self.device, save)
-        return self._served(run, lambda: self.forward(save))
+    def _forward(self, save: bool) -> Pass:
+        return self._pass(lambda by: by.forward(self.spec, self.device, save))
 
-    def _backward(self, spec: NormSpec, needs: Needs) -> Callable:
-        """A function as that of Implementation. spec: of the backward pass."""
-        run = self.implementation.backward(spec, self.device, needs)
-        return self._served(run, lambda: self.backward(spec, needs))
+    def _backward(self, spec: NormSpec, needs: Needs) -> Pass:
+        """spec: of the backward pass."""
+        return self._pass(lambda by: by.backward(spec, self.device, needs))
 
-    def _piece(self, name: str) -> Callable:
-        run: Any = self.implementation.piece
-        return self._served(run(name, self.spec, self.device), lambda: self.piece(name))
+    def _pass(self, found: Callable[[Implementation], Callable]) -> Pass:
+        def find() -> Served:
+            chosen = self.implementation
+            return Served(found(chosen), partial(self.replace, chosen))
 
-    def _served(self, run: Any, again: Callable) -> Callable:
-        """A function that does what `run` does. again: finds it anew, where another implementation
-        has taken its place.
-        """
-        chosen = self.implementation
+        self._passes.append(made := Pass(find))
+        return made
 
-        def served(*arguments):
-            try:
-                return run(*arguments)
-            except CompileError as error:
-                self.replace(chosen, error)
-            return again()(*arguments)
-
-        served.layouts = getattr(run, "layouts", NOTHING)  # type: ignore[attr-defined]
-        return served
+    def piece(self, name: str, given: Any) -> Any:
+        """What an op of rows in pieces makes."""
+        chosen: Any = self.implementation
+        try:
+            return chosen.piece(name, self.spec, self.device)(given)
+        except CompileError as error:
+            self.replace(chosen, error)
+        return self.piece(name, given)
 
     def replace(self, broken: Implementation, error: CompileError) -> None:
         """Have what select now finds serve. It warns, or raises if `broken` was asked for."""
         with _REPLACING:
             if self.implementation is broken:
                 record_failure(broken.name, self.spec, self.device, error)
-                self._serve_by(select(self.spec, 0, self.device, self.backend))
-                self.changed()
-
-
-def keep(repeated: dict, key: Any, repeat: Callable | None) -> None:
-    """Keep what repeats calls, for inputs of a shape."""
-    if repeat is not None and len(repeated) < MOST_SHAPES:
-        repeated[key] = repeat
-
-
-def keep_backward(
-    repeated: dict, key: Any, found: Sequence[Tensor | None], layouts: Any, of: Any
-) -> None:
-    """The same of a backward pass. found: its gradients, and y. of: the key in the layouts. What
-    repeats calls is not kept where a gradient has its parameter's shape, which it does not know.
-    """
-    if (repeat := layouts.repeated(of, 0.0)) is not None:
-        pairs = zip(found, layouts[of].made, strict=False)
-        if all(t is None or tuple(t.shape) == how.shape for t, how in pairs):
-            keep(repeated, key, repeat)
+                self.implementation = select(self.spec, 0, self.device, self.backend)
+                for each in self._passes:
+                    each.reset()
 
 
 def bound_of(

@@ -1,8 +1,7 @@
-"""The cuTile implementation: bound calls, which allocate and launch.
+"""The cuTile implementation: passes that allocate, and launch a plan.
 
 `bind_forward` and `bind_backward` bind a plan. What they return finds the rest once for each shape
-of the input, and keeps it. Eager calls, the torch.library ops and Inductor's generated code all end
-here.
+of the input, and keeps it.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,19 +16,19 @@ from ..launch.calls import ABSENT, Launch, Needs
 from ..launch.driver import Repeated, prepare
 from ..launch.kernel import launch
 from ..launch.plan import BackwardPlan, ForwardPlan, chain_refused, plan_backward, plan_forward
-from ..launch.scales import Scales
 from ..launch.target import Target
+from ..launch.toolchain import CompileError
 from ..spec import NormSpec
 from ..table import FACTORS, LIES, MASK, OPS, VECTOR, Op
 from . import torch_private
-from .layout import VECTOR_BYTES, contiguous_strides_of, lie_as_read, shaped_as
-from .quantize import scale_of, with_codes
+from .layout import VECTOR_BYTES, lie_as_read, shaped_as, shown_as
+from .passes import Pass, Served
+from .quantize import with_codes
 from .reference import STATISTICS
 from .shapes import Layout, Layouts, RotatedLayouts
 from .torch_private import reinterpret
 
 Run = Callable[[Sequence[Launch], tuple, int], None]
-MOST_EPS = 8  # for which a bound call keeps the launches of a shape
 # The arrays that a backward pass makes, in the order in which it returns them, and how they lie.
 GRADIENTS = {"dx": "rows", "dresidual": "rows", "dgate": "rows", "dw": "affine", "db": "affine"}
 GRADIENTS |= {"y": "rows"}
@@ -58,70 +57,88 @@ def backward(spec: NormSpec, target: Target, needs: Needs, run: Run | None = Non
     return bind_backward(plan_backward(spec, target, needs), spec.kept, run or on_device)
 
 
-def bind(plan: Any, run: Run) -> Callable:
-    """The bound call of a plan of whole norms."""
-    if hasattr(plan, "needs"):
-        return bind_backward(plan, plan.spec.kept, run)
-    return bind_forward(plan, run)
+class Kernels:
+    """A pass by the kernels: a function of (tensors, eps) that allocates, and launches a plan.
 
-
-def bind_pass(plan: Any, layouts: Any, arrays_of: Callable, run: Run) -> Callable:
-    """A function of (tensors, eps), with the tensors that a pass reads, that allocates and launches
-    and returns Layout.made as tensors, and the Layout.
-
+    results: how many of the tensors that are made a caller gets; scratch comes behind them. input,
+    like, grouped: the places of the tensors by which calls are told apart, see Pass.key.
     arrays_of: a function of the tensors as they are read, and of what is written, that returns the
-    arrays of the plan's launches.
+    arrays of the plan's launches. parameters: the places of the gradients of parameters, and of the
+    parameters among the tensors.
     """
-    spec, place, grouped, key_of = plan.spec, layouts.input, layouts.grouped, layouts.key_of
-    as_read = layouts.as_read
 
-    def execute(tensors: Sequence[Tensor | None], eps: float) -> tuple[list, Layout]:
-        x: Any = tensors[place]
-        layout = layouts[x.shape if key_of is None else key_of(tensors)]
-        rows, groups, fresh, matrices, lies, _, cleared, repeated = layout
-        repeat = repeated.get(eps)
-        if repeat is not None and (made := repeat(tensors)):
-            return made, layout
-        empty = torch_private.empty_strided_cuda if x.is_cuda else _empty_strided_cpu
-        made = [None if how is None else empty(*how) for how in fresh]
-        for cleared_place in cleared:
-            made[cleared_place].zero_()
-        if rows:
-            index = x.get_device()
-            written = [*made] if matrices else made
-            for written_place, shape, strides in matrices:
-                written[written_place] = reinterpret(made[written_place], shape, strides)
-            read = as_read(tensors, spec, lies)
-            arrays = arrays_of(read, written)
-            launches = plan.launches(rows, eps, *groups)
-            run(launches, arrays, index)
-            if repeat is None and run is on_device:
-                # Most shapes of inputs that differ in every call are met once.
-                if eps in repeated and lie_as_read(tensors, read, grouped):
-                    count = len(read) + len(made)
-                    numbered = arrays_of([*range(len(read))], [*range(len(read), count)])
-                    stream = torch_private.current_stream(index)
-                    again = prepare(index, stream, launches, arrays, numbered, count)
-                    repeated[eps] = again and _repeat(again, layout, index, grouped, empty)
-                elif len(repeated) < MOST_EPS:
-                    repeated[eps] = None
-        return made, layout
+    def __init__(
+        self,
+        plan: Any,
+        layouts: Layouts,
+        arrays_of: Callable,
+        run: Run,
+        results: int,
+        parameters: Sequence[tuple[int, int]] = (),
+    ):
+        self._plan, self._layouts, self._arrays_of, self._run = plan, layouts, arrays_of, run
+        self._results, self._parameters = results, parameters
+        self.input, self.like, self.grouped = layouts.input, layouts.like, layouts.grouped
 
-    return execute
+    def __call__(self, tensors: Sequence[Tensor | None], eps: float) -> tuple[Tensor | None, ...]:
+        return self._launched(tensors, eps)[0]
+
+    def prepared(self, tensors: Sequence[Tensor | None], eps: float) -> tuple[tuple, Any]:
+        """The same, and a Repeat of these launches; None in its place where tensors had to be
+        copied, and while a CUDA graph is captured.
+        """
+        results, layout, *launched = self._launched(tensors, eps)
+        if not launched or self._run is not on_device:
+            return results, None
+        if any(tensors[of].shape != tensors[self.like].shape for _, of in self._parameters):
+            return results, None
+        launches, arrays, read, index = launched
+        if not lie_as_read(tensors, read, self.grouped):
+            return results, None
+        count = len(read) + len(layout.made)
+        numbered = self._arrays_of([*range(len(read))], [*range(len(read), count)])
+        stream = torch_private.current_stream(index)
+        again = prepare(index, stream, launches, arrays, numbered, count)
+        return results, again and repeat_of(again, layout, index, self.grouped, self._results)
+
+    def _launched(self, tensors: Sequence[Tensor | None], eps: float) -> tuple:
+        x: Any = tensors[self.input]
+        layout = self._layouts.of(tensors)
+        made = [None if how is None else fresh(x, *how) for how in layout.made]
+        for place in layout.cleared:
+            made[place].zero_()
+        launched: tuple = ()
+        if layout.rows:
+            written = [*made]
+            for place, shape, strides in layout.written:
+                written[place] = reinterpret(made[place], shape, strides)
+            read = self._layouts.as_read(tensors, self._plan.spec, layout.lies)
+            arrays = self._arrays_of(read, written)
+            launches = self._plan.launches(layout.rows, eps, *layout.groups)
+            self._run(launches, arrays, index := x.get_device())
+            launched = launches, arrays, read, index
+        for place, *how in layout.shown:
+            made[place] = shown_as(made[place], *how)
+        for place, of in self._parameters:
+            if made[place].shape != tensors[of].shape:
+                made[place] = shaped_as(made[place], tensors[of])
+        return tuple(made[: self._results]), layout, *launched
 
 
-def _repeat(
-    launch: Repeated, layout: Layout, index: int, grouped: Sequence[int], empty: Callable
-) -> Callable[[Sequence[Tensor | None]], list | None]:
+def repeat_of(
+    launch: Repeated, layout: Layout, index: int, grouped: Sequence[int], results: int
+) -> Callable[[Sequence[Tensor | None]], tuple | None]:
     """A function of the tensors that a pass reads, with the shapes and dtypes of an earlier call,
     that does the same as that call; None, and nothing done, where it has to be done another way.
 
     In a step of a model this code has left the caches of the CPU when it runs: on the host of an
     H100 it took 8 times as long as in a loop. So it is one function with few names.
     """
-    fresh, cleared, current_stream = layout.made, layout.cleared, torch_private.current_stream
+    allocated, cleared, shown = layout.made, layout.cleared, layout.shown
+    current_stream = torch_private.current_stream
+    empty = torch_private.empty_strided_cuda if index >= 0 else _empty_strided_cpu
 
-    def repeat(tensors: Sequence[Tensor | None]) -> list | None:
+    def repeat(tensors: Sequence[Tensor | None]) -> tuple | None:
         starts, every = [], 0
         for place, tensor in enumerate(tensors):
             if tensor is None:
@@ -135,7 +152,7 @@ def _repeat(
         if every % VECTOR_BYTES:
             return None
         made: list = []
-        for how in fresh:
+        for how in allocated:
             if how is None:
                 made.append(None)
                 starts.append(0)
@@ -147,17 +164,25 @@ def _repeat(
             made[place].zero_()
         if tensor.get_device() != index:  # the last one made: another device is the current one
             return None
-        return made if launch(current_stream(index), starts) else None
+        if not launch(current_stream(index), starts):
+            return None
+        for place, *how in shown:
+            made[place] = shown_as(made[place], *how)
+        return tuple(made[:results])
 
     return repeat
 
 
-def bind_forward(plan: ForwardPlan, run: Run = on_device) -> Callable:
-    """A function of (tensors, eps), with the tensors that the op takes, that returns the tensors
-    that the op makes; None for one that is absent.
+def bind(plan: Any, run: Run = on_device) -> Kernels:
+    """The function of (tensors, eps) of a plan of whole norms, see Pass."""
+    if hasattr(plan, "needs"):
+        return bind_backward(plan, plan.spec.kept, run)
+    return bind_forward(plan, run)
 
-    Results with rows are contiguous; mean and rstd are (rows,) float32 where the plan saves them.
-    It raises NotImplementedError for more scales than the kernels can number.
+
+def bind_forward(plan: ForwardPlan, run: Run = on_device) -> Kernels:
+    """A forward pass. Results with rows are contiguous; mean and rstd are (rows,) float32 where the
+    plan saves them. It raises NotImplementedError for more scales than the kernels can number.
     """
     spec, op = plan.spec, OPS[plan.spec.op]
     made_as = _made_as(op, spec, plan.save)
@@ -169,20 +194,11 @@ def bind_forward(plan: ForwardPlan, run: Run = on_device) -> Callable:
         likes = [op.roles.index("key" if port.given else "x") for port in op.makes]
     layouts = kind(plan, 0, read, made_as, likes)
     take = _taking_forward(op, spec, dtypes, made_as, plan.slots(1) is not None)
-    quantized, count = spec.quantized is not None, len(made_as)
 
     def arrays_of(read: Sequence, written: Sequence) -> tuple:
         return take((*read, *written, ABSENT))
 
-    execute = bind_pass(plan, layouts, arrays_of, run)
-
-    def forward(tensors: tuple, eps: float) -> tuple[Tensor | None, ...]:
-        made, layout = execute(tensors, eps)
-        return tuple(_shown(op, made[:count], layout.scales) if quantized else made[:count])
-
-    if not quantized:
-        forward.layouts = layouts  # type: ignore[attr-defined]
-    return forward
+    return Kernels(plan, layouts, arrays_of, run, len(made_as))
 
 
 def _made_as(op: Op, spec: NormSpec, save: bool) -> list[tuple[str, str] | None]:
@@ -227,22 +243,16 @@ def _taking_forward(
     return _taking(places, *names)
 
 
-def _shown(op: Op, made: list, scales: Scales) -> list:
-    """The results of a quantised norm as the caller gets them."""
-    for i, port in enumerate(op.makes):
-        if made[i] is not None and port.lies == "scales":
-            made[i] = scale_of(made[i], scales)
-        elif made[i] is not None and port.lies == "one":
-            made[i] = made[i].view(torch.float32)
-    return made
-
-
 def bind_cast_apart(spec: NormSpec, plan: ForwardPlan, run: Run = on_device) -> Callable:
-    """The same for a quantised norm, by the kernels of the norm and PyTorch's operations for the
+    """A forward pass of a quantised norm, by the kernels of the norm and PyTorch's operations for the
     cast. plan: of the norm.
     """
     op, plain = OPS[spec.op], OPS[plan.spec.op]
-    normalize = bind_forward(plan, run)
+
+    def failed(error: CompileError) -> None:
+        raise error
+
+    normalize = Pass(lambda: Served(bind_forward(plan, run), failed))
     # The norm takes tensors that a quantised norm has not: they are absent.
     taken = itemgetter(*[op.roles.index(r) if r in op.roles else -1 for r in plain.roles])
     given = op.roles.index("given_scale")
@@ -255,21 +265,18 @@ def bind_cast_apart(spec: NormSpec, plan: ForwardPlan, run: Run = on_device) -> 
     return cast_apart
 
 
-def bind_backward(plan: BackwardPlan, kept: tuple[str, ...], run: Run = on_device) -> Callable:
-    """A function of (dy, dsum, saved, eps, more) that returns the gradients that the plan needs, in
-    the order of Needs.gradients, contiguous, each in its own tensor's dtype, and behind them y if
-    the plan needs it; None for what it does not need.
+def bind_backward(plan: BackwardPlan, kept: tuple[str, ...], run: Run = on_device) -> Kernels:
+    """A backward pass. Gradients are contiguous, each in its own tensor's dtype and shape.
 
-    kept: the roles of `saved`, see NormSpec.kept. dsum: the gradient of the sum, or of the rotated
-    key, which is read if the plan needs it. eps: is not read, because the saved rstd holds it.
-    more: the terms of dy behind the first.
+    kept: the roles of the tensors that were saved, see NormSpec.kept. dsum is the gradient of the
+    sum, or of the rotated key, which is read if the plan needs it.
     """
     spec, needs = plan.spec, plan.needs
     made_as = _gradients_as(spec, needs)
     total, lies = spec.residual or spec.dtype, "heads" if spec.rotation else "rows"
     # A factor is absent where only the gradient of the input would need it.
     dtypes = dict.fromkeys(STATISTICS, "float32") | {"x": total, "input": spec.dtype}
-    need_dy, need_dsum = _reads(needs) if spec.rotation else (True, needs.dsum)
+    need_dy, need_dsum = needs.reads
     read: list[tuple[str, str | None]] = [(lies, need_dy and spec.dtype)]
     read += [(lies, need_dsum and total)]
     read += [(LIES[role], dtypes.get(role) or spec.dtype_of(role)) for role in kept]
@@ -285,28 +292,10 @@ def bind_backward(plan: BackwardPlan, kept: tuple[str, ...], run: Run = on_devic
         kind, pairs = RotatedLayouts, zip(spec.derived, made_as, strict=True)
         likes = [2 + kept.index(role) if how else 0 for role, how in pairs]
     layouts = kind(plan, 2, read, made_as, likes)
-    execute = bind_pass(plan, layouts, arrays_of, run)
-    # Of a parameter that has a gradient: the places of both.
     affine = [i for i, role in enumerate(spec.derived) if role in ("weight", "bias") and made_as[i]]
-    parameters = [(place, kept.index(spec.derived[place])) for place in affine]
-    last = len(needs.gradients) + needs.output
-
-    def backward(
-        dy: Tensor | None,
-        dsum: Tensor | None,
-        saved: Sequence[Tensor],
-        eps: float = 0.0,
-        more: Sequence[Tensor] = (),
-    ) -> Sequence[Tensor | None]:
-        tensors = dy if need_dy else None, dsum if need_dsum else None, *saved, *more
-        made, _ = execute(tensors, 0.0)
-        for place, of in parameters:
-            if saved[of].dim() > 1:
-                made[place] = shaped_as(made[place], saved[of])
-        return made[:last]
-
-    backward.layouts = layouts  # type: ignore[attr-defined]
-    return backward
+    parameters = [(place, 2 + kept.index(spec.derived[place])) for place in affine]
+    results = len(needs.gradients) + needs.output
+    return Kernels(plan, layouts, arrays_of, run, results, parameters)
 
 
 def _gradient_names(spec: NormSpec) -> dict[str, str]:
@@ -355,11 +344,6 @@ def _taking_backward(
     return _taking(places, *fields)
 
 
-def _reads(needs: Needs) -> tuple[bool, bool]:
-    """Whether a backward pass reads the gradients of the rotated input and of the rotated key."""
-    return needs.dx or needs.dw, needs.dkey or needs.dkey_weight
-
-
 def _taking_heads_forward(places: dict[str, int]) -> Callable[[tuple], tuple]:
     """As _taking_forward. places: of what is there, by the roles."""
     of_input = _taking(places, "x", "weight", "y", "rstd")
@@ -381,7 +365,7 @@ def _taking_heads_backward(places: dict[str, int], needs: Needs) -> Callable[[tu
     of_input = _taking(places | {"dy": 0}, "x", "dy", "weight", "rstd", "dx")
     of_key = _taking(places | {"dy": 1}, "key", "dy", "key_weight", "key_rstd", "dkey")
     others = _taking(places, "cos", "sin", "positions", "partials", "dw", "dkey_weight")
-    first, second = _reads(needs)
+    first, second = needs.reads
 
     def take(given: tuple) -> tuple:
         each = of_input(given) if first else ABSENT, of_key(given) if second else ABSENT
@@ -395,10 +379,10 @@ def _taking(places: dict[str, int], *names: str) -> Callable[[tuple], tuple]:
     return itemgetter(*[places.get(name, -1) for name in names])
 
 
-def fresh(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def fresh(like: Tensor, shape: tuple[int, ...], strides: tuple, dtype: torch.dtype) -> Tensor:
     """A contiguous tensor on the device of another, not filled."""
     empty = torch_private.empty_strided_cuda if like.is_cuda else _empty_strided_cpu
-    return empty(tuple(shape), contiguous_strides_of(shape), dtype)
+    return empty(shape, strides, dtype)
 
 
 def _empty_strided_cpu(shape: tuple[int, ...], strides: tuple, dtype: torch.dtype) -> Tensor:

@@ -29,18 +29,18 @@ from torch import Tensor
 
 from ..table import BACKWARD, OPS, TERMS
 from .backward import KINDS
-from .bound import Bound, BoundNorm, bound_of, keep, keep_backward, norm_of
+from .bound import Bound, bound_of, norm_of
 from .direct import Plain
 from .layout import MOST_SHAPES, contiguous_strides_of, rows_shape, vector_of
 from .library import numbers_shape
+from .passes import Pass
 from .reference import STATISTICS
 from .registry import MAX_ROWS, on_device_of
 from .torch_private import inductor_calls, modes, reinterpret
 
 
 def tell_inductor() -> None:
-    """Have Inductor, once it is loaded, generate calls of bound functions for the ops. An op's fake
-    calls this function.
+    """Have Inductor, once it is loaded, generate calls of bound functions for the ops.
 
     A digest of this package's ops goes into the key of torch.compile's caches on the disk, because
     another version may not have the functions that generated code calls. The key that a process
@@ -138,20 +138,16 @@ def forward(name: str, *, hidden: int, save: bool, backend: str | None, **option
     most, own = MAX_ROWS * hidden, eps if op.calls else eps[0]
     numbers = [(i, port) for i, port in enumerate(op.makes) if port.lies == "number"]
     bound: Bound | None = None
-    repeated: dict[Any, Callable] = {}  # by the shape of the input, or as Layouts.key_of tells
-    key_of: Callable | None = None
+    run: Any = None
 
     @lru_cache(MOST_SHAPES)
     def view_of(shape: torch.Size) -> tuple | None:
         return _apart(rows_shape(shape, hidden))
 
     def bound_forward(*tensors: Tensor | None) -> Sequence[Tensor | None]:
-        x = tensors[0]
-        repeat = repeated.get(x.shape if key_of is None else key_of(tensors))
-        made = None if repeat is None or modes() else repeat(tensors)
-        if made is None:
-            made = called(x, tensors)
-        view = view_of(x.shape) if save else None
+        made = None if run is None or modes() else run.repeated(tensors, own)
+        made = list(called(tensors) if made is None else made)
+        view = view_of(tensors[0].shape) if save else None
         for i, port in numbers:
             if not save or made[i] is None:
                 made[i] = None
@@ -160,22 +156,18 @@ def forward(name: str, *, hidden: int, save: bool, backend: str | None, **option
                 view = _apart(numbers_shape(op, port, tensors, hidden))
             if view is not None:
                 made[i] = reinterpret(made[i], *view)
-        return made[: len(op.makes)]
+        return made
 
-    def called(x: Tensor, tensors: tuple) -> list:
-        nonlocal bound, key_of
+    def called(tensors: tuple) -> Sequence[Tensor | None]:
+        nonlocal bound, run
+        x = tensors[0]
         bound = bound or bound_of(op, tensors, asked, backend)
         if x.numel() > most or not bound.plain.takes(tensors):
             made = getattr(torch.ops.tilenorm, name)(*tensors, *asked, *eps, save, backend)
-            return [made] if isinstance(made, Tensor) else list(made)
-        run: Any = bound.training if save else bound.inference
+            return [made] if isinstance(made, Tensor) else made
+        run = bound.training if save else bound.inference
         with on_device_of(x):
-            made = list(run(tensors, own))
-        if len(set(eps)) == 1:
-            key_of = run.layouts.key_of
-            key = x.shape if key_of is None else key_of(tensors)
-            keep(repeated, key, run.layouts.repeated(key, eps[0]))
-        return made
+            return run(tensors, own)
 
     return bound_forward
 
@@ -191,56 +183,39 @@ def backward(
     """The same of a backward op."""
     most, plain, kind, row = MAX_ROWS * hidden, Plain(), KINDS[op], BACKWARD[op]
     constant = options | {"hidden": hidden, "backend": backend}
-    first = len(row.takes)
-    end = first + sum(port.name in taken for port in TERMS)
+    first, eps = len(row.takes), options["eps"]
+    terms = range(first, first + sum(port.name in taken for port in TERMS))
     # What the op returns, of the gradients, y where it is written, and None.
     shown = itemgetter(*row.places)
     statistics = [i for i, name in enumerate(taken) if name in STATISTICS]
-    norm: BoundNorm | None = None
-    run: Any = None
+    run: Pass | None = None
     read: Any = None
-    count = 0
-    places: list[int] = []
-    repeated: dict[Any, Callable] = {}
-    key_of: Callable | None = None
 
     def bound_backward(*tensors: Tensor | None) -> Sequence[Tensor | None]:
-        repeat = None
-        if norm is not None:
-            given = read((*tensors, None))
-            repeat = repeated.get(tensors[2].shape if key_of is None else key_of(given))
-        if repeat is not None and not modes():
-            made = repeat(given)
-            if made is not None:
-                return shown((*made[:count], None))
-        return called(tensors)
+        made = None
+        if run is not None and not modes():
+            made = run.repeated(read((*tensors, None)), eps)
+        return called(tensors) if made is None else shown((*made, None))
 
     def called(tensors: tuple) -> Sequence[Tensor | None]:
-        nonlocal norm, run, read, count, places, key_of
-        dy, dsum, x = tensors[:3]
-        if norm is None:
-            given = constant | dict(zip(taken, tensors, strict=True))
+        nonlocal run, read
+        x = tensors[2]
+        given = constant | dict(zip(taken, tensors, strict=True))
+        if run is None:
             call = kind((), given)
             spec = call.spec
             needs = call.needs(spec)
-            count = len(needs.gradients) + needs.output
             named = {port.role: port.name for port in row.tensors}
             places = [taken.index(named[role]) for role in spec.kept]
-            bound = norm_of(spec, x.device.type, x.get_device(), False, backend)
-            run = bound.backward(spec, needs)
-            order = [0, 1 if needs.dsum else -1, *places, *range(first, end)]
-            read, key_of, norm = itemgetter(*order), run.layouts.key_of, bound
+            read = itemgetter(0, 1 if needs.dsum else -1, *places, *terms)
+            norm = norm_of(spec, x.device.type, x.get_device(), False, backend)
+            run = norm.backward(spec, needs)
         if x.numel() > most or not plain.takes(tensors):
-            given = constant | dict(zip(taken, tensors, strict=True))
             return getattr(torch.ops.tilenorm, op)(**given)
-        saved = [tensors[place] for place in places]
-        for i, place in enumerate(places):
-            if place in statistics:
-                saved[i] = vector_of(saved[i])
+        flat = [*tensors, None]
+        for i in statistics:
+            flat[i] = flat[i] if flat[i] is None else vector_of(flat[i])
         with on_device_of(x):
-            found = run(dy, dsum, saved, options["eps"], tensors[first:end])
-        key = x.shape if key_of is None else key_of(read((*tensors, None)))
-        keep_backward(repeated, key, found, run.layouts, key)
-        return shown((*found, None))
+            return shown((*run(read(flat), eps), None))
 
     return bound_backward

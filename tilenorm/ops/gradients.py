@@ -40,22 +40,20 @@ class Step(NamedTuple):
         own = {"residual": shared, "addend": 0 if addend_as(spec) == "x" else shared}
         return {role: i for i, role in enumerate((*spec.derived, "skip", None))} | own
 
-    def places(self, roles: Sequence[str]) -> list[int] | None:
-        """Where the gradients of these roles stand; that of a role that is not asked for is None's.
-        None where one of them is made of what a backward pass returns.
-        """
-        spec, standing = self.spec, self.standing
+    @property
+    def is_pass(self) -> bool:
+        """Whether every gradient that is asked for is one that a backward pass returns, or dy."""
+        spec = self.spec
         third = "addend" in self.asked and spec.addend not in (spec.dtype, spec.residual)
-        if third or VECTOR in self.asked:
-            return None
-        return [standing[role if role in self.asked else None] for role in roles]
+        given = self.dy is not None or spec.rotation is not None
+        return given and not third and VECTOR not in self.asked
 
     def by_role(self, found: Sequence, dy: Tensor, saved: Sequence) -> dict[str, Tensor | None]:
         """The gradients that are asked for. found: what a backward pass returns."""
         spec, standing = self.spec, self.standing
         every = *found[: len(self.needs.gradients)], dy, None
         grads = {role: every[standing[role]] for role in self.asked if role != VECTOR}
-        if "addend" in grads:
+        if "addend" in grads and not self.is_pass:
             grads["addend"] = grads["addend"].to(getattr(torch, spec.addend))
         if VECTOR in self.asked:
             total = every[standing["residual"]]

@@ -125,6 +125,12 @@ def shaped_as(fresh: Tensor, like: Tensor) -> Tensor:
     return reinterpret(fresh, tuple(like.shape), strides)  # PyTorch 2.14 takes no torch.Size
 
 
+def shown_as(made: Tensor, shape: tuple, strides: tuple, dtype: torch.dtype) -> Tensor:
+    """Another view of the memory of what was written, from its start."""
+    shaped = made.as_strided(shape, strides)
+    return shaped if shaped.dtype == dtype else shaped.view(dtype)
+
+
 def leading_groups(shape: Sequence[int], dims: int) -> tuple[int, ...]:
     """The leading sizes of what lies by group, without sizes of 1 at their end. dims: how many
     dimensions are normalised.

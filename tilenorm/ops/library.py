@@ -26,13 +26,15 @@ from .layout import rows_shape
 from .quantize import SCALE_DTYPES, with_codes
 from .reference import statistics_dtype
 from .registry import on_device_of
-from .sharding import register_where_loaded
 from .torch_private import BelowAutograd, asked_of, autocast_casts, in_forward_mode
 
 # Norms that PyTorch's autocast computes in float32 on CUDA, RMSNorm from 2.12 on; none on the CPU.
 AUTOCAST_NORMS = tuple(filter(autocast_casts, ("rms", "layer")))
 LIBRARY = torch.library.Library("tilenorm", "DEF")
 TAGS = (torch.Tag.pt2_compliant_tag,)
+# Functions that each fake calls first. Inductor and DTensor ask for a fake whatever they do with an
+# op afterwards, and are then told how to run the ops. The package's __init__ fills this list.
+FAKED: list[Callable[[], None]] = []
 
 
 class Result(NamedTuple):
@@ -52,15 +54,9 @@ def decomposed(kind: Callable, *arguments, **by_name) -> Any:
 
 
 def fake(kind: Callable, *arguments) -> Any:
-    """What an op returns for tensors without memory.
-
-    Inductor and DTensor, which ask for it first whatever they do with the op afterwards, are told
-    how to run the ops where they are loaded.
-    """
-    from .generated import tell_inductor  # which imports this module
-
-    tell_inductor()
-    register_where_loaded()
+    """What an op returns for tensors without memory."""
+    for told in FAKED:
+        told()
     call, made = kind(arguments), []
     for shape, dtype, strides in call.results():
         if strides is None:

@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 
 from ..launch.scales import TILE_GROUPS, TILE_ROWS, Scales
 from ..spec import FP8, NormSpec, Quantization
+from .layout import shown_as
 
 SMALLEST = 1e-12  # a group whose largest magnitude is smaller has the factor of this
 FIELD = 23  # the bits of float32's mantissa
@@ -102,5 +103,4 @@ def _laid_out(how: Quantization, hidden: int, scale: Tensor) -> Tensor:
 
 def scale_of(array: Tensor, scales: Scales) -> Tensor:
     """The tensor that the caller gets, of the array that the kernels write."""
-    shaped, dtype = array.as_strided(scales.shape, scales.strides), SCALE_DTYPES[scales.dtype]
-    return shaped if shaped.dtype == dtype else shaped.view(dtype)
+    return shown_as(array, scales.shape, scales.strides, SCALE_DTYPES[scales.dtype])

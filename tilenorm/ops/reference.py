@@ -113,11 +113,13 @@ def _turns(spec: NormSpec, given: Given, dtype: torch.dtype) -> Turns:
 
 
 def bind_backward(spec: NormSpec, needs: Needs) -> Callable:
-    """A function of (dy, dsum, saved, eps, more) as registry.Implementation has it."""
+    """A function of (tensors, eps) as registry.Implementation has it."""
     kept = spec.kept
+    end = 2 + len(kept)
 
-    def bound(dy, dsum, saved, eps, more=()) -> tuple:
-        return backward(spec, needs, dy, dsum, dict(zip(kept, saved, strict=True)), eps, more)
+    def bound(tensors: Sequence[Tensor | None], eps: float) -> tuple:
+        dy, dsum, *saved = tensors[:end]
+        return backward(spec, needs, dy, dsum, dict(zip(kept, saved, strict=True)), eps, tensors[end:])
 
     return bound
 

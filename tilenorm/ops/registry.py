@@ -51,18 +51,12 @@ class Implementation:
     """Something that can serve calls. Its functions are asked once for a spec and a device.
 
     refuses(spec, rows, device) says why it cannot serve, or None where it can.
-    forward(spec, device, save) returns a function of (tensors, eps), with the tensors that
-    the op takes, that returns those that it makes; None for one that is absent. mean and rstd are
-    (rows,). For an op of several norms that it does not serve in one pass, it returns None.
-    backward(spec, device, needs) returns a function of (dy, dsum, saved, eps, more), with the
-    tensors of NormSpec.kept, that returns gradients in the order of Needs.gradients, and behind
-    them y if the needs ask for it. more: the terms of dy behind the first.
+    forward(spec, device, save) returns a function of (tensors, eps) that serves a forward pass, and
+    backward(spec, device, needs) one that serves a backward pass: see passes.Pass. mean and rstd
+    are (rows,). For an op of several norms that it does not serve in one pass, forward returns
+    None.
     piece(name, spec, device) returns a function of what Piece.read of split/library.py returns,
     that returns what the op of that name makes, for a spec of pieces of rows.
-    A function that is returned may have an attribute `layouts`: see Layouts.key_of, and
-    Layouts.repeated, which returns what does the same as earlier calls with such tensors, or None.
-    That takes one tuple of all tensors, and returns the results, and more behind them; or None,
-    with nothing done, for tensors that lie otherwise than those of the earlier calls.
     The functions that are returned may raise CompileError. The implementation is then not used
     for that spec and device again.
     """

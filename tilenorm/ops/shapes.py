@@ -5,8 +5,7 @@ in place wherever these dimensions have one stride each: queries and keys may be
 projection, and what is made may have heads before tokens.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from ..launch.rope import RopeBackwardPlan
 from ..launch.scales import Scales
 from ..spec import NormSpec
 from .layout import MAX_STRIDE, MOST_SHAPES, VECTOR_BYTES, as_read, contiguous_strides_of, reading
+from .quantize import SCALE_DTYPES
 from .torch_private import reinterpret
 
 MOST_SCALES = 2**31 - 1  # the kernels number scales in 32 bits
@@ -43,20 +43,19 @@ class Layout(NamedTuple):
     rows: how many; where heads are rotated the Sizes, or () if there are none. groups: how many, of
     a backward pass by group, in a tuple; else (). made: what is allocated: the results in their
     order, partials and slots, and the sums by group; None for what is absent. written: the place,
-    shape and strides of each result that the kernels write as a matrix, where it is not one. lies:
-    how the tensors lie that are read, see as_read. scales: of a quantised norm. cleared: the places
-    of the results that the kernels add to, or do not write whole. repeated: by the eps, what
-    repeats the launches of a call; None until there were two calls.
+    shape and strides of each result that the kernels write as a matrix or a vector, where it is
+    none. shown: the place, shape, strides and dtype of each result that a caller gets as another
+    view of its memory. lies: how the tensors lie that are read, see as_read. cleared: the places
+    of the results that the kernels add to, or do not write whole.
     """
 
     rows: Any
     groups: tuple[int, ...]
     made: tuple[Fresh | None, ...]
     written: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
+    shown: tuple[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype], ...]
     lies: Any
-    scales: Scales | None
     cleared: tuple[int, ...]
-    repeated: dict[float, Callable | None]
 
 
 class Layouts(dict):
@@ -65,10 +64,12 @@ class Layouts(dict):
     input: the place of the input among the tensors that are read. read: how each of these lies, as
     Port.lies, and its dtype, None for an absent one. made: how each result lies, and its dtype;
     None for a result that is absent. likes: where heads are rotated, for each result that is made,
-    the place of the tensor that has its shape, or whose rows have a number. grouped: the places of
-    the tensors whose shapes and strides a key has beside the shape of the input: what lies by
-    group, or all where heads are rotated. key_of: a function of the tensors that returns the key;
-    None where the key is the shape of the input alone.
+    the place of the tensor that has its shape, or whose rows have a number.
+
+    A key has the shape of the input, that of the tensor at `like`, and the shapes and strides of
+    the tensors at `grouped`. like: the place of a parameter whose shape the gradients of parameters
+    have, else that of the input. grouped: the places of what lies by group, or of all tensors where
+    heads are rotated.
     """
 
     def __init__(
@@ -83,15 +84,17 @@ class Layouts(dict):
         self.input, self._plan, self._likes = input, plan, likes
         self._read, self._made = tuple(read), tuple(made)
         there = [(i, lies) for i, (lies, dtype) in enumerate(read) if dtype]
-        self.grouped = [i for i, lies in there if lies == "group" or plan.spec.rotation]
-        self.key_of = partial(key_of, input, self.grouped) if self.grouped else None
+        rotated = plan.spec.rotation is not None
+        self.grouped = tuple([i for i, lies in there if lies == "group" or rotated])
+        affine = [i for i, lies in there if lies == "affine" and not rotated]
+        self.like = affine[0] if affine and hasattr(plan, "needs") else input
 
     as_read = staticmethod(as_read)
 
-    def repeated(self, key: Any, eps: float) -> Callable | None:
-        """What repeats calls with tensors of a key; None before there were two."""
-        layout = self.get(key)
-        return layout and layout.repeated.get(eps)
+    def of(self, tensors: Sequence[Any]) -> Layout:
+        """The Layout of a call's tensors."""
+        grouped = [(tensors[i].shape, tensors[i].stride()) for i in self.grouped]
+        return self[tensors[self.input].shape, tensors[self.like].shape, *grouped]
 
     def __missing__(self, key: Any) -> Layout:
         layout = self._layout_of(key)
@@ -104,9 +107,10 @@ class Layouts(dict):
         spec, hidden, how = plan.spec, plan.spec.hidden, plan.spec.quantized
         backward = isinstance(plan, BackwardPlan)
         groups: tuple[int, ...] = ()
-        shape, of_groups = key, ()
-        if self.grouped:
-            shape, (of_groups, _), *_ = key
+        shape, like, *grouped = key
+        of_groups = ()
+        if grouped:
+            of_groups, _ = grouped[0]
             groups = (of_groups.numel() // hidden,)
         rows = shape.numel() // hidden
         scratch = [(rows and backward and plan.partials(rows, *groups), "float32")]
@@ -125,28 +129,23 @@ class Layouts(dict):
             added = ("one", "scales") if scales.padding else ("one",)
         cleared = tuple([i for i, made in enumerate(self._made) if made and made[0] in added])
         shapes = {"rows": tuple(shape), "group": tuple(of_groups), "number": (rows,), "one": (1,)}
-        shapes["affine"] = (hidden * (spec.heads or 1),)
+        shapes["affine"] = tuple(like)
         shapes |= {"scales": (scales.count,)} if scales else {}
-        matrices = {"rows": (rows, hidden), "group": (*groups, hidden)}
-        made, written = [], []
+        as_written = {"rows": (rows, hidden), "group": (*groups, hidden), "affine": (like.numel(),)}
+        made, written, shown = [], [], []
         for place, result in enumerate(self._made):
             lies, dtype = result or ("", "")
             made.append(result and Fresh.of(shapes[lies], dtype or scales.dtype))
-            if lies in matrices and shapes[lies] != matrices[lies]:
-                written.append((place, matrices[lies], (hidden, 1)))
+            if lies in as_written and shapes[lies] != (shape_written := as_written[lies]):
+                written.append((place, shape_written, contiguous_strides_of(shape_written)))
+            if lies == "one":
+                shown.append((place, (1,), (1,), torch.float32))
+            if lies == "scales":
+                shown.append((place, scales.shape, scales.strides, SCALE_DTYPES[scales.dtype]))
         made += [Fresh.of(shape, dtype) if shape else None for shape, dtype in scratch]
         read = reading(spec, [lies for lies, _ in self._read])
         groups = groups if backward else ()
-        return Layout(rows, groups, tuple(made), tuple(written), read, scales, cleared, {})
-
-
-def key_of(input: int, grouped: Sequence[int], tensors: Sequence[Tensor]) -> tuple:
-    """The shape of the input, and the shape and the strides of each tensor at `grouped`."""
-    key: list = [tensors[input].shape]
-    for place in grouped:
-        tensor = tensors[place]
-        key.append((tensor.shape, tensor.stride()))
-    return tuple(key)
+        return Layout(rows, groups, tuple(made), tuple(written), tuple(shown), read, cleared)
 
 
 class Read(NamedTuple):
@@ -184,7 +183,7 @@ class RotatedLayouts(Layouts):
     def _layout_of(self, key: Any) -> Layout:
         plan: Any = self._plan
         spec, tokens, given = plan.spec, tuple(key[0][:-2]), {}
-        for place, (shape, strides) in zip(self.grouped, key[1:], strict=True):
+        for place, (shape, strides) in zip(self.grouped, key[2:], strict=True):
             dtype = getattr(torch, self._read[place][1] or "")
             given[place] = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
         heads = [t for place, t in given.items() if self._read[place][0] in ("rows", "key")]
@@ -207,7 +206,7 @@ class RotatedLayouts(Layouts):
         # A sum over no tokens is zeros.
         sums = [i for i, made in enumerate(self._made) if made and made[0] == "vector"]
         cleared = () if there else tuple(sums)
-        return Layout(sizes, (), tuple(fresh), tuple(written), (tokens, reads), None, cleared, {})
+        return Layout(sizes, (), tuple(fresh), tuple(written), (), (tokens, reads), cleared)
 
 
 def _sequences(tokens: tuple[int, ...]) -> tuple[int, int]:

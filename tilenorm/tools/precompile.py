@@ -88,7 +88,7 @@ def arguments(
     saved = [made(dtypes[role], *shapes[role]) for role in spec.kept]
     first, *more = (made(dy, *shapes["dy"]) for _ in range(needs.terms))
     dsum = made(total, *shapes["dsum"]) if needs.dsum else None
-    return first, dsum, saved, EPS, more
+    return (first, dsum, *saved, *more), EPS
 
 
 def _rotated_shapes(spec: NormSpec, sizes: Sizes) -> dict[str, tuple[int, ...]]:
@@ -125,7 +125,7 @@ def piece_calls(spec: NormSpec, target: Target, rows: int) -> list[Call]:
     tensors, _ = arguments(spec, None, rows, _without_memory)
     given = dict(zip(op.roles, tensors, strict=True))
     x, residual, gate, *affine = map(given.get, ("x", "residual", "gate", "weight", "bias"))
-    dy, dsum, *_ = arguments(spec, needs, rows, _without_memory)
+    (dy, dsum, *_), _ = arguments(spec, needs, rows, _without_memory)
     last = *spec.options._replace(hidden=2 * spec.hidden), 1
 
     def step(run: cutile.Run) -> None:

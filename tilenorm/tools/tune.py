@@ -339,10 +339,10 @@ class Trials:
         found = arguments(self.spec, self.needs, rows, normal)
         if self.needs is None:
             return found
-        dy, dsum, saved, *others = found
-        pairs = zip(self.spec.kept, saved, strict=True)
-        saved = [t.abs() + 0.5 if role.endswith(("mean", "rstd")) else t for role, t in pairs]
-        return dy, dsum, saved, *others
+        tensors, eps = found
+        roles = ("dy", "dsum", *self.spec.kept)
+        positive = [i for i, role in enumerate(roles) if role.endswith(("mean", "rstd"))]
+        return tuple([t.abs() + 0.5 if i in positive else t for i, t in enumerate(tensors)]), eps
 
 
 def tune(search: Search, how: How) -> Entry:

@@ -1,8 +1,9 @@
 """What the ops of rows in pieces do, by the kernels."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from torch import float32
+from torch import Tensor, dtype, float32
 
 from ...launch.arrays import BackwardArrays, SplitForwardArrays
 from ...launch.calls import Launch
@@ -16,7 +17,7 @@ from ...launch.split import (
 from ...launch.target import Target
 from ...spec import NormSpec
 from ..cutile import GRADIENTS, Run, fresh, on_device
-from ..layout import as_read, reading
+from ..layout import as_read, contiguous_strides_of, reading
 from .reference import Given, Made
 
 # How the tensors that the kernels read lie, and those that they write, by their roles.
@@ -35,7 +36,7 @@ def piece(name: str, spec: NormSpec, target: Target, given: Given, run: Run = on
     """What an op makes of what Piece.read returns; None for what is absent."""
     x, results = given["x"], given["results"]
     made = {
-        role: None if of.shape is None else fresh(x, of.shape, of.dtype)
+        role: None if of.shape is None else _fresh(x, of.shape, of.dtype)
         for role, of in results.items()
     }
     if name == "grad_apply":
@@ -46,6 +47,10 @@ def piece(name: str, spec: NormSpec, target: Target, given: Given, run: Run = on
     arrays = SplitForwardArrays if name.startswith("row") else BackwardArrays
     run(launches, arrays(**_arrays(arrays, spec, read, made)), x.get_device())
     return tuple(made.values())
+
+
+def _fresh(x: Tensor, shape: Sequence[int], dtype: dtype) -> Tensor:
+    return fresh(x, tuple(shape), contiguous_strides_of(shape), dtype)
 
 
 def _launches(
@@ -65,7 +70,7 @@ def _launches(
     needs, x = given["needs"], given["x"]
     plan = plan_grad_apply(spec, target, needs)
     partials = plan.partials(rows)
-    scratch = {"partials": None if partials is None else fresh(x, partials, float32)}
+    scratch = {"partials": None if partials is None else _fresh(x, partials, float32)}
     dsum = given["dsum"] if needs.dsum else None
     return plan.launches(rows), given | scratch | {"dsum": dsum}
 

@@ -117,7 +117,7 @@ class Piece(Inner):
         long = x.numel() > MAX_ROWS * spec.hidden
         norm = norm_of(spec, x.device.type, x.get_device(), long, backend)
         with on_device_of(x):
-            return self.returned(norm.piece(self.row.name)(self.read(spec)))
+            return self.returned(norm.piece(self.row.name, self.read(spec)))
 
     def decomposed(self) -> Any:
         spec = self.of_piece()
