@@ -59,6 +59,13 @@ def is_distributed(value: object) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
+def added_up(gradient: Any, like: Any) -> Any:
+    """A Partial DTensor, added up and placed as another DTensor is; any other tensor as it is."""
+    if any(p.is_partial() for p in getattr(gradient, "placements", ())):
+        return gradient.redistribute(placements=like.placements)
+    return gradient
+
+
 def register_where_loaded() -> None:
     """Have DTensor, where it is loaded, run the ops by their rules."""
     if "torch.distributed.tensor" in sys.modules:
