@@ -28,6 +28,7 @@ from ..ops.helpers import (
     op_arguments,
     random,
     slow,
+    step,
 )
 from .placing import PARAMETERS, P, R, alike, case, counted, placed
 from .world import EACH_MESH, NAMES, device, mesh, on_every_rank, slow_but_first
@@ -255,6 +256,23 @@ def test_a_mask_and_a_layer_scale(form, cut, vector):
         results.append((y, total, *grads))
     for whole, distributed in zip(*results, strict=True):
         torch.testing.assert_close(distributed.full_tensor(), whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows, kind", [(R, "all_reduce"), (Shard(1), "reduce_scatter_tensor")])
+@each(*JOINED.values(), *(Form(op, MASKED, branch=("dropout_mask",)) for op in ADDS))
+@on_every_rank
+def test_a_partial_gradient_of_the_sum_alone(form, rows, kind):
+    """Ranks add up their parts before these are masked and rounded: the bits of one process."""
+    given = case(form, 4, 6, N, dtype=torch.bfloat16, other=torch.float32)
+    part = random(4, 6, N, device=device(), seed=30 + mesh(ONE).get_local_rank())
+    dsum = DTensor.from_local(part, mesh(ONE), [P], run_check=False)
+    tensors, asked = given.placed(ONE, alike(given, [rows])), ["input", "residual"]
+    found, collectives = counted(step, form, tensors, [None, dsum], asked)
+    expected = given.alone(asked, [None, dsum.full_tensor()])
+    assert collectives == ({kind: 1} if mesh(ONE).size() > 1 else {})
+    for name in asked:
+        assert found[name].placements == (rows,)
+        assert torch.equal(found[name].full_tensor(), expected[name]), name
 
 
 @on_every_rank

@@ -11,6 +11,7 @@ from ..launch.calls import Needs, addend_as, needs_of
 from ..spec import NormSpec
 from ..table import OF_KEY, OPS, VECTOR, Op
 from .reference import group_gradient, of_input, vector_gradient
+from .sharding import added_up
 
 SUMMED = ("x", "residual", "addend")
 
@@ -136,7 +137,12 @@ def run_steps(
 def through_sum(
     spec: NormSpec, asked: Iterable[str], dsum: Tensor, saved: dict[str, Any]
 ) -> dict[str, Tensor | None]:
-    """The gradients where only the sum was used: copies, because dsum is the caller's."""
+    """The gradients where only the sum was used: copies, because dsum is the caller's.
+
+    A Partial dsum is added up first. Otherwise each rank would round its own part, and the sum of
+    rounded parts has other bits than the rounded sum.
+    """
+    dsum = added_up(dsum, saved["x"])
     grads: dict[str, Tensor | None] = dict.fromkeys(asked)
     for role in grads:
         if role in SUMMED:

@@ -59,6 +59,13 @@ def is_distributed(value: object) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
+def added_up(gradient: Any, like: Any) -> Any:
+    """A Partial DTensor, added up and placed as another DTensor is; any other tensor as it is."""
+    if any(p.is_partial() for p in getattr(gradient, "placements", ())):
+        return gradient.redistribute(placements=like.placements)
+    return gradient
+
+
 def register_where_loaded() -> None:
     """Have DTensor, where it is loaded, run the ops by their rules."""
     if "torch.distributed.tensor" in sys.modules:
@@ -105,15 +112,32 @@ def rules(x: Any, parameters: Sequence[Any], hidden: int) -> Iterator[Rule]:
     if not hidden:
         return
     leading = len(rows_shape(x.shape, hidden))
-    by_heads = {math.prod(p.shape) != hidden for p in parameters if p is not None}
-    for d in range(leading):
-        if True in by_heads and d == leading - 1:
-            if False in by_heads:  # no rule for a shard of heads fits both
-                return
-            yield _cut(Shard(d), Shard(0), Shard(0))
-        else:
-            yield _cut(Shard(d), Replicate(), Partial())
+    firsts = {_heads_of(x, p, hidden, leading) for p in parameters if p is not None}
+    before = min({leading, *firsts})
+    for d in range(before):
+        yield _cut(Shard(d), Replicate(), Partial())
+    # No shard of heads fits both a parameter by heads and one that all heads share.
+    if before < leading and len(firsts) == 1 and _ends(x, *parameters):
+        yield _cut(Shard(before), Shard(0), Shard(0))
     # A cut normalised dimension has no row: its sums need an all-reduce (split/norm.py).
+
+
+def _heads_of(x: Any, parameter: Any, hidden: int, leading: int) -> int:
+    """How many dimensions of the input come before the heads that have rows of a parameter.
+
+    `hidden` does not tell which dimension the heads are: sizes of 1 that belong to a row stand
+    behind it. The parameter's shape tells it, because the input's shape ends in that shape. One
+    that lies otherwise has an answer of 0, so that no dimension is cut.
+    """
+    if math.prod(parameter.shape) == hidden:  # all heads share it
+        return leading
+    return len(x.shape) - len(parameter.shape) if _ends(x, parameter) else 0
+
+
+def _ends(x: Any, *parameters: Any) -> bool:
+    """Whether the input's shape ends in the shape of each parameter that there is."""
+    shapes = [tuple(p.shape) for p in parameters if p is not None]
+    return all(tuple(x.shape)[max(0, len(x.shape) - len(s)) :] == s for s in shapes)
 
 
 def _cut(rows: Any, affine: Any, derivative: Any) -> Rule:
