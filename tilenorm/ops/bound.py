@@ -249,7 +249,11 @@ class Bound(OpSpecs):
             """The places of what a step's pass returns."""
             nonlocal end
             of_dy, of_dsum = step.needs.reads
-            reads = (dy if of_dy else None), (dsum if of_dsum else None), *kept[: len(step.spec.kept)]
+            reads = (
+                (dy if of_dy else None),
+                (dsum if of_dsum else None),
+                *kept[: len(step.spec.kept)],
+            )
             run = norms[step.place].backward(step.spec, step.needs)
             passes.append((run, tuple([NONE if p is None else p for p in reads]), step.place))
             start, end = end, end + len(step.needs.gradients)

@@ -119,7 +119,9 @@ def bind_backward(spec: NormSpec, needs: Needs) -> Callable:
 
     def bound(tensors: Sequence[Tensor | None], eps: float) -> tuple:
         dy, dsum, *saved = tensors[:end]
-        return backward(spec, needs, dy, dsum, dict(zip(kept, saved, strict=True)), eps, tensors[end:])
+        return backward(
+            spec, needs, dy, dsum, dict(zip(kept, saved, strict=True)), eps, tensors[end:]
+        )
 
     return bound
 
