@@ -15,8 +15,8 @@ from . import arguments, legacy, library, overrides, torch_private  # noqa: F401
 from .autograd import apply, call_needs_grad
 from .bound import MOST_CALLS, Bound, bound_of, kinds_of, refuse_gradient, specs_of
 from .direct import MOST_GUARDS, in_onnx_export, is_plain, is_transformed
-from .registry import MAX_ROWS, device_of, select_transformed
-from .split import norm as split
+from .registry import MAX_ROWS, TRANSFORMED, device_of, select_reference
+from .sharded_rows import has_sharded_rows, of_sharded_rows
 from .torch_private import TensorGuards, forward_mode, modes
 
 _autocast = torch.is_autocast_enabled  # for CUDA; given a device's name it takes twice as long
@@ -129,10 +129,10 @@ def checked(
         if not is_compiling():
             specs = specs_of(op, options, *kinds_of(op, cast, options[0]))
             device = device_of(x.device.type, x.get_device())
-        select_transformed(op.name, specs, device, backend)
+        select_reference(op.name, specs, device, backend, TRANSFORMED)
         return called.formula()
-    if not op.quantized and split.is_cut(cast[0], dims):
-        return split.of_op(op, cast, options, dims, each, backend)
+    if not op.quantized and has_sharded_rows(cast[0], dims):
+        return of_sharded_rows(op, cast, options, dims, each, backend)
     made = getattr(torch.ops.tilenorm, op.name)(*cast, *options, *each, save, backend)
     return called.present(made)
 

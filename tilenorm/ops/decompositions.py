@@ -7,9 +7,8 @@ import torch
 from torch._ops import OpOverload
 
 from . import backward, library
-from .split import library as split
 
-KINDS: dict[str, Callable] = {**library.KINDS, **backward.KINDS, **split.KINDS}  # of all ops
+KINDS: dict[str, Callable] = {**library.KINDS, **backward.KINDS}  # of all ops
 
 
 def decompositions() -> dict[OpOverload, Callable]:
