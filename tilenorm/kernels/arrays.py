@@ -48,40 +48,6 @@ class ForwardArrays:
 
 
 @dataclass(frozen=True)
-class SplitForwardArrays:
-    """Of split_forward.py. X, RESIDUAL, GATE (rows, N) or (tokens, HEADS, N); W and B (N,) or
-    (HEADS, N); SUM, Y (rows, N). All others are (rows,) float32, with any stride.
-
-    PART: what row_sums stores. OWN_*: the moments of the piece. WHOLE: the sum of all PARTs of a
-    row: the mean of squares, or, for LAYER, the mean. CORRECTION, SQUARE: what row_center stores,
-    and what row_apply reads of it once it is added up. MEAN, RSTD: what the backward pass reads.
-    """
-
-    X: Any
-    RESIDUAL: Any
-    GATE: Any
-    W: Any
-    B: Any
-    SUM: Any
-    Y: Any
-    PART: Any
-    OWN_MEAN: Any
-    OWN_CORRECTION: Any
-    OWN_SQUARES: Any
-    WHOLE: Any
-    CORRECTION: Any
-    SQUARE: Any
-    MEAN: Any
-    RSTD: Any
-
-    def of_norm(self):
-        """Those that the stages of a forward pass take."""
-        return ForwardArrays(
-            self.X, self.Y, self.W, self.B, self.RESIDUAL, self.GATE, self.SUM, self.MEAN, self.RSTD
-        )
-
-
-@dataclass(frozen=True)
 class BackwardArrays:
     """X, GATE, DSUM (rows, N) or (tokens, HEADS, N), and so DROPOUT_MASK, of bytes; DY a tuple of
     such arrays, which add up to dy; LAYER_SCALE (N,); W and B (N,) or (HEADS, N); MEAN and RSTD
@@ -90,8 +56,7 @@ class BackwardArrays:
     X is the sum where a residual was added. PARTIALS (outputs · blocks, N) float32: block b writes
     its part of dW to row b, and its part of dB to a row behind all rows of dW. With HEADS, PARTIALS
     is (outputs · n, HEADS · N), and a group of blocks, one for each part of the heads, writes one
-    row. DOT, TOTAL: of split_backward.py, (rows,) float32 with any stride, for the means of g · x̂
-    and, for LAYER, of g. Of group_backward.py: INPUT (rows, N), x before the gate by group;
+    row. Of group_backward.py: INPUT (rows, N), x before the gate by group;
     MOD_SCALE and MOD_GATE (groups, N); DSCALE, DSHIFT, DMOD_GATE (groups, N), the gradients of what
     is by group; GROUP_SUMS (sums · slots, N) float32.
     """
@@ -119,8 +84,6 @@ class BackwardArrays:
     DSHIFT: Any = ()
     DMOD_GATE: Any = ()
     GROUP_SUMS: Any = ()
-    DOT: Any = ()
-    TOTAL: Any = ()
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,6 @@ class GroupPass:
     how: How
     order: Any
     THROUGH: bool
-    SUMMED: bool
     home: Any
     tokens: Any
     per: Any
@@ -170,7 +169,7 @@ def pass_of(ARRAYS, rows, NORM, CUT, HOW, SUMS):
     if sums.WHOLE:
         first, end = first * per, end * per
     where = cut.home(a.X, 0, 0), tokens, per, b, blocks, first, end
-    return GroupPass(a, Norm(*NORM), cut, How(*HOW), order, through, False, *where)
+    return GroupPass(a, Norm(*NORM), cut, How(*HOW), order, through, *where)
 
 
 def span(b, blocks, total):
