@@ -82,7 +82,9 @@ def test_all_variants_of_a_step_run_in_one_process_over_the_same_weights(
 
 
 @pytest.mark.parametrize("options", [[], ["--max-seconds", "-1"]])
-def test_variants_that_are_absent_fail_or_are_late_are_shown(monkeypatch, inline, again, options):
+def test_variants_that_are_absent_fail_or_are_late_are_shown(
+    monkeypatch, inline, without_gpu, again, options
+):
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     monkeypatch.setattr(tilenorm.RMSNorm, "forward", lambda self, x: x * self.weight)
     command = ["host", "--way", "model", "--model", "Llama 3.2 1B", "--rounds", "2"]
