@@ -244,7 +244,7 @@ def _taking_forward(
 
 
 def bind_cast_apart(spec: NormSpec, plan: ForwardPlan, run: Run = on_device) -> Callable:
-    """A forward pass of a quantised norm, by the kernels of the norm and PyTorch's operations for the
+    """A forward pass of a quantised norm: the kernels of the norm, and PyTorch's operations for the
     cast. plan: of the norm.
     """
     op, plain = OPS[spec.op], OPS[plan.spec.op]
