@@ -14,6 +14,7 @@ summary  speeds beside the fastest other provider, with a column for each op
 losses   every shape at which another provider is faster
 gains    what the second variant of each pair of training steps gains
 hosts    the host time of PyTorch's norms and of tilenorm's
+turns    calls in the cold (way=cold) or whole steps (way=model) beside their base, losses first
 index    a row for each record: its question and its answer
 plot     a link to the plot of the records, an SVG file, which a path that ends in .svg names
 
@@ -27,13 +28,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import plot, report
+from bench import beside, plot, report
 from bench.op import DIRECTIONS
 from bench.record import Cell, Record, by_shape, load, merge
 from bench.text import columns, distinct
 
-OPTIONS = {"op": str, "dtype": str, "n": int, "direction": str, "provider": str}
-HOST_TIMES = ("forward_us", "forward_backward_us")
+OPTIONS = {"op": str, "dtype": str, "n": int, "direction": str, "provider": str, "way": str}
 BLOCK = re.compile(
     r"(?P<opening><!-- (?P<kind>\w+): (?P<words>[^>]*?\.jsonl[^>]*) -->\n)"
     r"(?P<text>.*?)(?P<closing><!-- end -->)",
@@ -198,15 +198,15 @@ def _index(block: Block) -> str:
 def _hosts(block: Block) -> str:
     """The host time of PyTorch's norms and of tilenorm's, eager and compiled."""
     rows = []
-    measured = {(h.op, h.way, h.provider): h for h in block.record.hosts if not h.error}
-    for (op, way, provider), base in measured.items():
+    measured = {(h.op, h.way, h.path, h.provider): h for h in block.record.hosts if not h.error}
+    for (op, way, path, provider), base in measured.items():
         other = {"torch": "tilenorm", "compile": "tilenorm-compile"}.get(provider)
-        if ours := measured.get((op, way, other)):
-            pairs = [(getattr(base, name), getattr(ours, name)) for name in HOST_TIMES]
+        if ours := measured.get((op, way, path, other)):
+            pairs = [(getattr(base, name), getattr(ours, name)) for name in report.NEVER_LEFT_OUT]
             shown = [
                 f"{before:.1f} → {after:.1f} ({after / before:.2f})" for before, after in pairs
             ]
-            rows.append([op, way, provider, other, *shown])
+            rows.append([op, " ".join(filter(None, (way, path))), provider, other, *shown])
     header = ["op", "way", "A", "B", "forward, µs", "forward and backward, µs"]
     return columns(header, rows)
 
@@ -214,7 +214,7 @@ def _hosts(block: Block) -> str:
 def about(record: Record) -> tuple[str, str]:
     """The question and the answer of a record, by the first kind of lines that it has."""
     kinds = {"cells": _about_cells, "pairs": _about_pairs, "accuracies": _about_accuracies}
-    kinds |= {"first_calls": _about_first_calls, "hosts": _about_hosts}
+    kinds |= {"turns": _about_turns, "first_calls": _about_first_calls, "hosts": _about_hosts}
     return next(answer(record) for name, answer in kinds.items() if getattr(record, name))
 
 
@@ -265,11 +265,22 @@ def _about_hosts(record: Record) -> tuple[str, str]:
     ops = list(dict.fromkeys(op for op, _ in times))
     ratios = (
         [getattr(times[op, report.OURS], way) / getattr(times[op, "torch"], way) for op in ops]
-        for way in HOST_TIMES
+        for way in report.NEVER_LEFT_OUT
     )
     alone, both = (report.spread_of(of, ".2f") for of in ratios)
     answer = f"{alone} × PyTorch's, {both} with a backward"
     return f"{', '.join(ops)}: host time of a call", answer
+
+
+def _about_turns(record: Record) -> tuple[str, str]:
+    pairs = [(line, base) for line, base in beside.losses_first(record.turns) if line is not base]
+    asked, bases = ([*dict.fromkeys(x.provider for x in of)] for of in zip(*pairs, strict=True))
+    ratios = [line.ratio(base).median for line, base in pairs]
+    slower = sum(round(ratio, 3) > 1 for ratio in ratios)
+    labels = _listed((line for line, _ in pairs), "label")
+    question = f"{labels}: host time of {', '.join(asked)}"
+    answer = f"{report.spread_of(ratios, '.3f')} × {', '.join(bases)}'s"
+    return question, f"{answer}; slower at {slower} of {len(pairs)}"
 
 
 def _listed(lines: Iterable, name: str) -> str:
@@ -278,6 +289,7 @@ def _listed(lines: Iterable, name: str) -> str:
 
 KINDS = {
     "hosts": _hosts,
+    "turns": lambda block: columns(*beside.listed(block.record.turns)[1:3]),
     "summary": _summary,
     "losses": _losses,
     "index": _index,

@@ -88,11 +88,6 @@ class Op:
         return self.eager
 
     @property
-    def ways(self) -> tuple[str, ...]:
-        """The ways of bench.host. Rows by group are a batch in a call."""
-        return ("call", "step") if self.by_group else ("call", "batch", "step")
-
-    @property
     def unit(self) -> int:
         """How many rows stand together."""
         return self.heads + self.key_heads or 1

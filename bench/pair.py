@@ -18,10 +18,11 @@ from torch.autograd import DeviceType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
-from bench import models, parallel
+from bench import models, norms, parallel
 from bench.shapes import LLAMA, MODELS, Shape
 from bench.text import first_line
 from bench.timing import Timer
+from bench.turns import order
 
 LEARNING_RATE, SEED = 1e-4, 0
 WARM_UP = 2  # pairs of steps
@@ -70,10 +71,12 @@ class Settings:
         return ", ".join(words)
 
 
-# The options of ``tilenorm.patch``, or None for a model that is not patched; and the package whose
-# ``compile`` gets the model, with its options.
-VARIANTS: dict[str, tuple[dict | None, str | None, dict]] = {
+# The options of ``tilenorm.patch``, the package whose modules take the places of the norms, or None
+# for the model's own norms; and the package whose ``compile`` gets the model, with its options.
+VARIANTS: dict[str, tuple[dict | str | None, str | None, dict]] = {
     "eager": (None, None, {}),
+    "modules": ("tilenorm", None, {}),
+    "liger": ("liger", None, {}),
     "compile": (None, "torch", {}),
     "patch": ({}, None, {}),
     "patch-add": ({"residual": True}, None, {}),
@@ -92,12 +95,17 @@ class Training:
         self.optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, fused=fused)
         self.inputs = model.drawn(seed, given.device, torch.bfloat16)
 
-    def step(self, call: Callable[..., Tensor]) -> Tensor:
-        """A whole step of the model, whose loss ``call`` computes."""
+    def step(self, call: Callable[..., Tensor], done: Callable = lambda: None) -> Tensor:
+        """A whole step of the model, whose loss ``call`` computes. ``done`` is called after the
+        forward, after the backward, and after the optimizer.
+        """
         loss = call(*self.inputs)
+        done()
         loss.backward()
+        done()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        done()
         return loss.detach()
 
 
@@ -108,14 +116,25 @@ def model_of(shape: Shape, **factory) -> nn.Module:
     return model
 
 
+def absent(variant: str) -> str | None:
+    """Why a variant cannot be measured here, or None if it can be."""
+    package = VARIANTS[variant][0]
+    return norms.absent(package) if isinstance(package, str) else None
+
+
 def prepared(model: nn.Module, variant: str, whole: bool) -> tuple[Callable, list]:
     """What to call, and the reports of what tilenorm replaced. The norms of the model are replaced,
     and its layers are compiled, in place.
     """
     import tilenorm
 
-    patch, package, options = VARIANTS[variant]
-    reports = [] if patch is None else [tilenorm.patch(model, **patch)]
+    how, package, options = VARIANTS[variant]
+    reports: list = []
+    if how is not None:
+        patched = (
+            norms.replace(model, how) if isinstance(how, str) else tilenorm.patch(model, **how)
+        )
+        reports.append(patched)
     if package is None:
         return model, reports
 
@@ -155,11 +174,8 @@ def measure(names: Sequence[str], given: Settings, pairs: int, deadline: float) 
     calls = [call for call, _ in both]
     found = compared(training, calls)
     found |= {"reports": [said(reports) for _, reports in both], "gpus": given.gpus}
-    if not found["gradient_change"] <= MOST_CHANGE:
-        base, other = found["losses"]
-        why = f"the gradient of {found['gradient']} changes by {found['gradient_change']:.3g} of"
-        why += f" its norm, more than {MOST_CHANGE}; the losses are {base:.4f} and {other:.4f}"
-        return found | {"status": "wrong", "error": why}
+    if wrong := complaint(found):
+        return found | {"status": "wrong", "error": wrong}
     losses: list[Tensor] = []
     steps = [lambda call=call: losses.append(training.step(call)) for call in calls]
     timer = Timer(given.device)
@@ -215,6 +231,15 @@ def compared(training: Training, calls: Sequence[Callable[..., Tensor]]) -> dict
     return {"losses": losses, "gradient_change": changes[worst], "gradient": worst}
 
 
+def complaint(found: dict) -> str:
+    """What is wrong with a variant's gradients, from the fields of ``compared``, or ""."""
+    if found["gradient_change"] <= MOST_CHANGE:
+        return ""
+    base, other = found["losses"]
+    why = f"the gradient of {found['gradient']} changes by {found['gradient_change']:.3g} of"
+    return why + f" its norm, more than {MOST_CHANGE}; the losses are {base:.4f} and {other:.4f}"
+
+
 def changes_of(base: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, float]:
     """‖other - base‖ / ‖base‖ of each gradient. See LEAST_SIZE for gradients of about 0.
 
@@ -249,7 +274,7 @@ def alternated(
         if not parallel.agreed(time.time() < deadline):
             break
         marks.append({})
-        for which in (0, 1) if i % 2 == 0 else (1, 0):
+        for which in order((0, 1), i):
             if not timer.on_cpu:
                 torch.cuda.reset_peak_memory_stats()
             start = timer.mark()

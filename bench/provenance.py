@@ -6,7 +6,7 @@ import platform
 import subprocess
 import sys
 from datetime import datetime, timezone
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 
 import torch
@@ -20,9 +20,12 @@ def device() -> str:
 
     On a GPU this sets TILENORM_BACKEND=cutile for this process and the processes that it starts:
     tilenorm then refuses a shape that its kernels do not serve. Otherwise the bench would time the
-    reference implementation in place of the kernels.
+    reference implementation in place of the kernels. On a CPU one thread computes: on two cores
+    that other processes use too, small operations wait up to 8 ms for a second thread.
     """
     if not torch.cuda.is_available():
+        torch.set_num_threads(1)
+        os.environ["OMP_NUM_THREADS"] = "1"
         return "cpu"
     os.environ.setdefault("TILENORM_BACKEND", "cutile")
     return "cuda"
@@ -61,8 +64,18 @@ def describe_run(device: str, arguments: list[str], absent: dict[str, str]) -> d
         "tilenorm": tilenorm.__version__,
         "commit": _commit(),
         "sources": _sources(),
+        "host_path": host_path(),
         "absent": absent,
     }
+
+
+def host_path() -> str:
+    """What serves tilenorm's calls on the host: its C++, as it describes itself, or Python."""
+    try:
+        native = import_module("tilenorm.ops.native")
+    except ImportError:
+        return "python"
+    return str(native.describe()) if hasattr(native, "describe") else "python"
 
 
 def _version(package: str) -> str | None:
@@ -90,6 +103,6 @@ def _commit() -> str | None:
 def _sources() -> str:
     """A digest of tilenorm's files: two edited checkouts of one commit differ in it."""
     found, folder = hashlib.sha256(), ROOT / "tilenorm"
-    for path in sorted(p for p in folder.rglob("*") if p.suffix in (".py", ".json")):
+    for path in sorted(p for p in folder.rglob("*") if p.suffix in (".py", ".json", ".cpp")):
         found.update(str(path.relative_to(folder)).encode() + path.read_bytes())
     return found.hexdigest()[:16]

@@ -99,8 +99,11 @@ class Shaped:
 
 @dataclass(frozen=True)
 class Host(Shaped):
-    """Host microseconds of a call: a forward without grad, and a forward with its backward, by the
-    clock and of all threads. Each is the least median of several rounds. ``way``: see bench.host.
+    """Host microseconds of a call: a forward without grad, a forward, and a forward with its
+    backward, by the clock and of all threads. Each is the least median of several rounds.
+
+    ``way``: see bench.host. ``spread`` is the largest (p80 - p20) / median of these medians.
+    ``path``: see provenance.host_path.
     """
 
     forward_us: float | None = None
@@ -109,6 +112,10 @@ class Host(Shaped):
     way: str = "call"
     forward_cpu_us: float | None = None
     forward_backward_cpu_us: float | None = None
+    forward_grad_us: float | None = None
+    forward_grad_cpu_us: float | None = None
+    spread: float | None = None
+    path: str = ""
 
     direction = HOST
 
@@ -202,8 +209,40 @@ class Pair:
         return estimate([base / variant - 1 for base, variant in self.pairs_us])
 
 
-KINDS = (Cell, Copy, Host, FirstCall, Precompile, Accuracy, Pair)
-Line = Cell | Copy | Host | FirstCall | Precompile | Accuracy | Pair
+@dataclass(frozen=True)
+class Turns:
+    """Host microseconds of a provider of a call, or of a variant of a step, in rounds with others.
+
+    ``label`` names the call or the model. ``us`` has the samples of each phase, one a round; its
+    last phase is the whole. ``base`` is the provider that the others are compared with, and
+    ``norms`` the number of norms in what is measured. ``way`` and ``path``: as of a Host.
+    """
+
+    way: str
+    label: str
+    base: str
+    provider: str
+    norms: int = 1
+    us: dict[str, list[float]] = field(default_factory=dict)
+    path: str = ""
+    error: str = ""
+
+    @property
+    def whole(self) -> list[float]:
+        return [*self.us.values()][-1]
+
+    def ratio(self, base: "Turns") -> Estimate | None:
+        """How many times the base's time the whole takes."""
+        return estimate([mine / other for mine, other in zip(self.whole, base.whole, strict=True)])
+
+    def more_us(self, base: "Turns") -> list[float]:
+        """The microseconds a norm that each phase takes longer than the base's: medians."""
+        pairs = [zip(self.us[phase], base.us[phase], strict=True) for phase in base.us]
+        return [statistics.median(a - b for a, b in pair) / self.norms for pair in pairs]
+
+
+KINDS = (Cell, Copy, Host, FirstCall, Precompile, Accuracy, Pair, Turns)
+Line = Cell | Copy | Host | FirstCall | Precompile | Accuracy | Pair | Turns
 
 
 def _of(kind: type) -> Any:
@@ -219,7 +258,7 @@ class Record:
     runs: list[dict] = field(default_factory=list)
     lines: list[Line] = field(default_factory=list)
 
-    cells, copies, hosts, first_calls, precompiles, accuracies, pairs = map(_of, KINDS)
+    cells, copies, hosts, first_calls, precompiles, accuracies, pairs, turns = map(_of, KINDS)
 
     @property
     def timed_pairs(self) -> list[Pair]:
@@ -359,5 +398,5 @@ def by_shape(records: Iterable[Record]) -> dict[tuple, dict[str, Cell]]:
 
 def what(line: Line) -> tuple:
     """The key of what a line measures: two lines with equal keys measure the same thing."""
-    names = "op dtype m n groups way direction provider arguments label base variant inputs"
+    names = "op dtype m n groups way direction provider arguments label base variant inputs path"
     return type(line), *(getattr(line, name, None) for name in names.split())

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from bench import beside
 from bench.cases import OPS
 from bench.op import DIRECTIONS, INFERENCE
 from bench.record import CONFIDENCE, Accuracy, Cell, Estimate, FirstCall, Host, Pair, Record
@@ -11,6 +12,15 @@ OURS, EAGER = "tilenorm", "torch"
 OVER_EAGER = 2
 FEW_ULPS = 4
 KERNELS = 16  # rows of the table of kernels
+# The columns of a table of host times. Earlier records have some of them alone.
+HOST_TIMES = {
+    "forward without grad": "forward_us",
+    "forward": "forward_grad_us",
+    "forward and backward": "forward_backward_us",
+    "forward, all threads": "forward_cpu_us",
+    "both, all threads": "forward_backward_cpu_us",
+}
+NEVER_LEFT_OUT = ("forward_us", "forward_backward_us")
 NOTES = (
     f"Intervals: those of the sign test, at {CONFIDENCE:.0%}. They hold for every distribution of\n"
     "independent pairs. Both variants run in one process over the same weights, in turn.",
@@ -34,8 +44,11 @@ def tables(record: Record) -> Iterator[Table]:
         for direction in (*DIRECTIONS, INFERENCE):
             if here := cells.get((op, dtype, direction)):
                 yield _of_cells(here, record.copied if direction in DIRECTIONS else {})
-    for hosts in grouped(record.hosts, "op", "way").values():
+    for hosts in grouped(record.hosts, "op", "way", "path").values():
         yield _host_times(hosts)
+    for of_way in grouped(record.turns, "way").values():
+        yield beside.listed(of_way)
+        yield from map(beside.table, grouped(of_way, *beside.TOGETHER).values())
     if record.pairs:
         yield _pairs(record.pairs)
     yield from (_kernels(pair) for pair in record.pairs if pair.kernels)
@@ -66,7 +79,7 @@ def _heading(record: Record) -> str:
 def versions(run: dict) -> str:
     """The versions that a run was made with."""
     names = {"torch": "torch", "RMSNorm of torch": "rms_norm", "CUDA": "cuda", "driver": "driver"}
-    names |= {"tileiras": "tileiras", "Python": "python"}
+    names |= {"tileiras": "tileiras", "Python": "python", "host path": "host_path"}
     found = {name: run.get(field) for name, field in names.items()} | run["packages"]
     return ", ".join(f"{name} {value}" for name, value in found.items() if value)
 
@@ -86,8 +99,7 @@ def _of_cells(cells: Sequence[Cell], copies: dict[tuple, float]) -> Table:
         rows.append([n, size, *shown, f"{best[0]:.2f} {best[1]}" if best else "-"])
     unit, ratio = ("GB/s (% of a copy)", "") if rates else ("µs", "speed of ")
     header = ["N", "M", *names, *["copy"] * rates, f"{ratio}{OURS} / best peer"]
-    spreads = [cell.spread for cell in cells if cell.spread is not None]
-    notes = [f"largest spread (p80 - p20) / median: {max(spreads):.1%}"] if spreads else []
+    notes = _largest_spread(cells)
     for (name, status, timing, why), of in grouped(
         cells, "provider", "status", "timing", "error"
     ).items():
@@ -133,20 +145,25 @@ def spread_of(values: Sequence, form: str) -> str:
 
 def _host_times(hosts: Sequence[Host]) -> Table:
     eager = next((host for host in hosts if host.provider == "torch"), hosts[0])
-    header = ["provider", "forward without grad", "forward and backward"]
-    header += ["forward, all threads", "both, all threads"]
-    if eager.forward_cpu_us is None:  # of a record from before 2026-11-26
-        del header[3:]
+    fields = {
+        title: name
+        for title, name in HOST_TIMES.items()
+        if name in NEVER_LEFT_OUT or getattr(eager, name) is not None
+    }
     rows = []
     for host in hosts:
-        shown = [_us(host.forward_us, eager.forward_us)]
-        shown += [_us(host.forward_backward_us, eager.forward_backward_us)]
-        shown += map(_us, (host.forward_cpu_us, host.forward_backward_cpu_us))
-        rows.append([host.provider, *shown][: len(header)])
-    shape = f"{eager.dtype}, {eager.m} x {eager.n}"
+        units = {name: None if "cpu" in name else getattr(eager, name) for name in fields.values()}
+        shown = (_us(getattr(host, name), unit) for name, unit in units.items())
+        rows.append([host.provider, *shown])
+    shape = ", ".join(filter(None, (eager.dtype, f"{eager.m} x {eager.n}", eager.path)))
     title = f"{eager.op}: host time of a {eager.way} in µs (times {eager.provider}'s), {shape}"
     notes = [f"{host.provider}: {host.error}" for host in hosts if host.error]
-    return Table(title, header, rows, notes)
+    return Table(title, ["provider", *fields], rows, notes + _largest_spread(hosts))
+
+
+def _largest_spread(lines: Iterable[Cell | Host]) -> list[str]:
+    spreads = [line.spread for line in lines if line.spread is not None]
+    return [f"largest spread (p80 - p20) / median: {max(spreads):.1%}"] if spreads else []
 
 
 def _us(value: float | None, unit: float | None = None) -> str:

@@ -24,7 +24,9 @@ GRAPH_BYTES = 4_000_000_000
 MOST_CALLS = 512
 WARM_UP_S = 0.2
 BUDGET_S, CPU_BUDGET_S = 0.1, 0.02  # of the samples of a call
+HOST_S = 1.0  # of the host time of a call on a GPU; on a CPU it is CPU_BUDGET_S
 HEAD_START = 2_000_000  # GPU cycles, about a millisecond, in which the host runs ahead
+LEAST = 3  # samples of a host time
 _MARK = 7.0
 
 
@@ -69,6 +71,12 @@ def summarize(samples_us: Sequence[float], kind: str, note: str = "") -> dict:
     median = statistics.median(samples_us)
     found = {"median_us": median, "spread": (p80 - p20) / median, "samples": len(samples_us)}
     return found | {"timing": kind, "error": note}
+
+
+def idle(device: str) -> None:
+    """Wait until a GPU has nothing to do."""
+    if device != "cpu":
+        torch.cuda.synchronize()
 
 
 def rotating_sets(bytes_per_call: int, device: str) -> int:
@@ -146,23 +154,27 @@ def _by_events(calls, device, note) -> dict:
     return summarize(Timer(device).of_each(islice(cycle(calls), 30), before), "events", note)
 
 
-def host(call: Callable, device: str, samples: int = 40, calls: int = 20) -> list[float]:
-    """The medians of the microseconds that the host spends on one call: by the clock, and of all
-    threads of the process.
+def host(call: Callable, device: str, samples: int = 40, calls: int = 20) -> dict[str, float]:
+    """What the host spends on one call, the medians of samples: the microseconds ``us`` by the
+    clock and ``cpu_us`` of all threads of the process, and the ``spread`` by the clock.
 
     The GPU work of the call has to be shorter than its host work, because only the time between two
-    samples waits for the GPU.
+    samples waits for the GPU. A call that is slow, as one on a CPU is, has fewer samples of fewer
+    calls, so that they take no longer than their budget; at least LEAST samples of a call.
     """
+    budget_s = CPU_BUDGET_S if device == "cpu" else HOST_S
     call()  # may compile
-    warm = time.perf_counter() + WARM_UP_S
+    (first_us,) = Timer("cpu").of_each([call])
+    calls = max(1, min(calls, int(budget_s * 1e6 / LEAST / first_us)))
+    warm = time.perf_counter() + min(WARM_UP_S, budget_s)
     while time.perf_counter() < warm:
         call()
-    times = []
+    times: list[list[float]] = []
     gc.disable()
     try:
-        for _ in range(samples):
-            if device != "cpu":
-                torch.cuda.synchronize()
+        end = time.perf_counter() + budget_s
+        while len(times) < LEAST or (len(times) < samples and time.perf_counter() < end):
+            idle(device)
             start = time.perf_counter(), time.process_time()
             for _ in range(calls):
                 call()
@@ -170,4 +182,10 @@ def host(call: Callable, device: str, samples: int = 40, calls: int = 20) -> lis
             times.append([(b - a) * 1e6 / calls for a, b in zip(start, ends, strict=True)])
     finally:
         gc.enable()
-    return list(map(statistics.median, zip(*times, strict=True)))
+    us, cpu_us = zip(*times, strict=True)
+    found = summarize(us, "clock")
+    return {
+        "us": found["median_us"],
+        "cpu_us": statistics.median(cpu_us),
+        "spread": found["spread"],
+    }

@@ -5,8 +5,9 @@ their steps in turn. The command prints the median of the differences with its 9
 tokens/s, the peak memory, and the kernels of each. Losses and gradients are compared first. A
 second run compiles less, by the compilers' caches. A variant beside itself shows the bench's noise.
 
-Variants: eager is PyTorch. compile is torch.compile. patch is tilenorm.patch, and patch-add also
-has it add the residual. patch-compile patches the model and gives it to torch.compile.
+Variants: eager is PyTorch. compile is torch.compile. modules and liger have the modules of tilenorm
+and of Liger in place of the norms. patch is tilenorm.patch, and patch-add also has it add the
+residual. patch-compile patches the model and gives it to torch.compile.
 tilenorm-compile is tilenorm.compile, and -low with memory="low". A compiler compiles one layer for
 all layers, as torchtitan does, or, with --whole, the model as one graph, which takes minutes.
 
@@ -33,9 +34,6 @@ from bench.pair import VARIANTS, Settings
 from bench.record import Pair
 from bench.shapes import LLAMA, MODELS, tiny
 
-TIMEOUT_S = 1800.0
-# The last steps, the kernels' profile and the end of the process come after --max-seconds.
-GRACE_S = 60.0
 SIZES = ("layers", "batch", "length")
 
 
@@ -96,24 +94,26 @@ def _pairs(args: argparse.Namespace, device: str) -> Iterator[Pair]:
             print(f"{names[0]} and {names[1]}: {settings.label}", file=sys.stderr, flush=True)
             where = {"label": settings.label, "base": names[0], "variant": names[1]}
             where |= {"tokens": settings.tokens, "asked": args.pairs}
-            asked = {"names": names, "given": settings, "pairs": args.pairs, "deadline": deadline}
-            found = Pair(**where, **_measured(**asked))
+            if why := next(filter(None, map(pair.absent, names)), None):
+                fields = {"status": "absent", "error": why}
+            else:
+                fields = _measured(settings, deadline, names=names, pairs=args.pairs)
+            found = Pair(**where, **fields)
             print(f"{len(found.pairs_us)} of {found.asked} pairs", file=sys.stderr, flush=True)
             yield found
 
 
 def _measured(given: Settings, deadline: float, **asked) -> dict:
     """The fields of ``pair.measure``, or why there are none."""
-    left, asked = deadline - time.time(), {"given": given, "deadline": deadline, **asked}
-    if parallel.agreed(left <= 0):
+    if parallel.agreed(deadline <= time.time()):
         return {"status": "skipped", "error": "out of time"}
     if given.gpus > 1:  # each process is a worker already
-        found = pair.measure(**asked)
+        found = pair.measure(given=given, deadline=deadline, **asked)
         torch._dynamo.reset()
         gc.collect()  # what the next pair needs
         torch.cuda.empty_cache()
         return found
     try:
-        return worker.run(pair.measure, min(TIMEOUT_S, left + GRACE_S), places={}, **asked)
+        return worker.until(deadline, pair.measure, given=given, **asked)
     except worker.WorkerError as error:
         return {"status": "failed", "error": str(error)}

@@ -8,6 +8,8 @@ import torch
 
 from tilenorm.__main__ import main
 from tilenorm.launch import plan, toolchain, user_table
+from tilenorm.ops import native
+from tilenorm.ops.native import build
 from tilenorm.spec import NormSpec
 
 from . import cases
@@ -19,7 +21,18 @@ from .stand_in_compiler import Compiler
 ALL = "test_accuracy"  # all cases of this test are quick
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "serve repeated calls by the extension in C++, which `python -m tilenorm build` builds"
+    parser.addoption("--native", action="store_true", help=text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--native"):
+        # Processes of pytest-xdist inherit the variable, and another cache folder.
+        extension = Path(os.environ.setdefault("TESTS_EXTENSION", str(build.path())))
+        if not extension.exists():
+            raise pytest.UsageError("--native: first run `python -m tilenorm build`")
+        native.state().use(build.load(extension))
     # The interpreter's tiles are small. A second thread doubles the CPU time of the kernels' tests
     # from 116 s to 230 s, and takes minutes of waiting where other processes use the cores.
     torch.set_num_threads(1)

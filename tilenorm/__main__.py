@@ -66,6 +66,18 @@ def digests(asked: argparse.Namespace) -> int:
     return _print(code.digests(asked.arch, asked.processes))
 
 
+def build(asked: argparse.Namespace) -> int:
+    """Compile the part of tilenorm that serves repeated calls, for this PyTorch and this Python."""
+    from .ops.native.build import BuildError
+    from .ops.native.build import build as build_extension
+
+    try:
+        build_extension(partial(print, flush=True), asked.aside)
+    except BuildError as error:
+        raise RefusedError(f"build: {error}") from error
+    return 0
+
+
 def tune(asked: argparse.Namespace) -> int:
     """Find the fastest configuration of each spec on this GPU, for the table that plans read."""
     from .tools import tune as tuning
@@ -106,16 +118,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True)
 
-    def add(name: str, run, *added, needs_arch: bool = True) -> None:
+    def add(name: str, run, *added, needs_arch: bool = True) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
         command.set_defaults(run=run)
         if added:
             command.add_argument("--arch", required=needs_arch, choices=TARGETS)
         for add_options in added:
             add_options(command)
+        return command
 
     spec = partial(options.add_spec, size={"required": True})
     add("info", info)
+    options.add_aside(add("build", build))
     add("digests", digests, options.add_processes)
     add("explain", explain, spec, options.add_rows, options.add_terms)
     ahead = (spec, options.add_processes, options.add_calls)

@@ -11,12 +11,14 @@ class Settings(NamedTuple):
     backend: the value of TILENORM_BACKEND ("cutile" or "reference"), or None if it is not set.
     tables: the folder of the tables that `python -m tilenorm tune` writes; it need not exist. None
     where no variable names it and the user has no home folder, as in some containers. debug:
-    whether TILENORM_DEBUG asks for checks of values, which wait for the GPU.
+    whether TILENORM_DEBUG asks for checks of values, which wait for the GPU. native: whether calls
+    may be served by the extension in C++, which TILENORM_NATIVE=0 forbids.
     """
 
     backend: str | None
     tables: Path | None
     debug: bool = False
+    native: bool = True
 
 
 def settings() -> Settings:
@@ -26,4 +28,6 @@ def settings() -> Settings:
         cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         tables = None if cache.startswith("~") else Path(cache) / "tilenorm"
     debug = os.environ.get("TILENORM_DEBUG", "0") not in ("", "0")
-    return Settings(os.environ.get("TILENORM_BACKEND") or None, tables and Path(tables), debug)
+    native = os.environ.get("TILENORM_NATIVE", "1") != "0"
+    backend = os.environ.get("TILENORM_BACKEND") or None
+    return Settings(backend, tables and Path(tables), debug, native)

@@ -14,7 +14,7 @@ import pytest
 from bench import documents, plot
 from bench.__main__ import main
 from bench.providers import PROVIDERS
-from bench.record import Cell, load, to_json
+from bench.record import Cell, Turns, load, to_json
 
 from .test_record import RUN, SHAPE, TIMED
 
@@ -111,6 +111,22 @@ def test_losses_take_the_latest_number_of_each_provider_and_list_numbers_of_rows
     later = [{**RUN, "date": "2026-02-02"}, *lines]
     path.with_name("0.jsonl").write_text("\n".join(map(to_json, later)))
     assert "0.95 to 0.97 × quack at 1024 with 8, 1000 rows" in documents.rewritten(path)
+
+
+def test_turns_are_shown_with_losses_first_and_counted_in_the_index(folder):
+    path = folder("<!-- turns: b.jsonl way=model -->\n<!-- end -->\n<!-- index: b.jsonl -->")
+    times = {"eager": [2e3] * 6, "modules": [1e3] * 6, "patch": [3e3] * 6}
+    lines = [Turns("model", "M", "eager", name, us={"step": us}) for name, us in times.items()]
+    lines.append(Turns("cold", "C", "torch", "torch", us={"both": [1.0]}))
+    path.with_name("b.jsonl").write_text("\n".join(map(to_json, [RUN, *lines])))
+    rows = [" ".join(row.split()) for row in documents.rewritten(path).splitlines()]
+    assert [row for row in rows if row.startswith("| M |")] == [
+        "| M | | eager | patch | 2.00 → 3.00 ms | +1000.0 | 1.500 (1.500 to 1.500) |",
+        "| M | | eager | modules | 2.00 → 1.00 ms | -1000.0 | 0.500 (0.500 to 0.500) |",
+    ]
+    assert "| M: host time of patch, modules | 0.500 to 1.500 × eager's; slower at 1 of 2 |" in (
+        row[: row.index(" [b]")] for row in rows if "[b]" in row
+    )
 
 
 def test_plot_is_drawn_again_when_its_record_has_changed(folder):

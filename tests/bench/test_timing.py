@@ -29,10 +29,20 @@ def test_clock_calls_every_set_in_turn():
     assert seen[3:] == [0, 1, 0, 1, 0]
 
 
-def test_host_time_is_divided_by_the_number_of_calls(monkeypatch):
-    clock = iter(range(1000))
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
-    assert timing.host(lambda: None, "cpu", samples=3, calls=4)[0] == pytest.approx(0.25e6)
+@pytest.mark.parametrize(("call_s", "count"), [(1e-5, 40 * 20), (1e-3, 4 * 6), (0.5, 3)])
+def test_host_time_of_slow_calls_has_fewer_samples_of_fewer_calls(monkeypatch, call_s, count):
+    now, made = [0.0], []
+
+    def call():
+        now[0] += call_s
+        made.append(now[0])
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timing, "CPU_BUDGET_S", 0.02)
+    found = timing.host(call, "cpu", samples=40, calls=20)
+    assert found["us"] == pytest.approx(call_s * 1e6)
+    assert found["spread"] == pytest.approx(0.0, abs=1e-6)
+    assert len(made) == 2 + count
 
 
 def test_gpu_time_comes_from_a_graph(gpu):

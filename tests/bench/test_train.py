@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import tilenorm
-from bench import pair, parallel, record, train, worker
+from bench import norms, pair, parallel, record, train, worker
 from bench.__main__ import main
 from bench.pair import Settings, model_of
 from bench.shapes import LLAMA, MODELS, tiny
@@ -111,6 +111,34 @@ def test_compiled_variants_share_a_process_and_compile_once_each(graphs, names, 
             assert report.count("graph 0: ") == (each if "tilenorm" in name else 0)
 
 
+@pytest.mark.parametrize("name", ["ViT-L", *slow("OLMo 2 7B", "DiT-XL/2")])
+def test_modules_take_the_places_of_all_norms_with_their_parameters(name):
+    found = pair.measure(["eager", "modules"], settings_of(name), 2, FOREVER)
+    model = model_of(tiny(MODELS[name]), device="cpu")
+    before = dict(model.named_parameters())
+    said = norms.replace(model, "tilenorm")
+    count = sum(isinstance(m, (tilenorm.RMSNorm, tilenorm.LayerNorm)) for m in model.modules())
+    assert found["reports"] == ["", said] == ["", f"{count} norms are modules of tilenorm"]
+    assert not any(type(m) in (nn.RMSNorm, nn.LayerNorm) for m in model.modules())
+    assert all(p is before[key] for key, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("name", ["BERT-base", "OLMo 2 7B"])
+def test_liger_is_asked_for_what_pytorch_computes(liger, name):
+    model = model_of(tiny(MODELS[name]), device="cpu")
+    norms.replace(model, "liger")
+    assert model.head.norm.asked in (
+        {"eps": 1e-12, "bias": True},
+        {"eps": 1e-6, "casting_mode": "gemma", "in_place": False},
+    )
+
+
+def test_absent_variant_is_shown_with_its_import_error(monkeypatch, without_gpu, capsys):
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    assert main(["train", "--tiny", "--pair", "eager", "liger"]) == 0
+    assert "eager, liger: absent: ModuleNotFoundError: " in capsys.readouterr().out
+
+
 def test_low_variant_asks_for_less_memory(monkeypatch):
     asked = []
     monkeypatch.setattr(tilenorm, "compile", lambda part, **options: asked.append(options))
@@ -152,11 +180,7 @@ def test_bad_options_are_refused_before_anything_runs(without_gpu, options, mess
     assert message in f"{stopped.value} {capsys.readouterr().err}"
 
 
-def test_command_prints_the_same_from_its_record(monkeypatch, without_gpu, again):
-    def run(function, timeout_s, places=None, **arguments):
-        return function(**arguments)
-
-    monkeypatch.setattr(worker, "run", run)
+def test_command_prints_the_same_from_its_record(inline, without_gpu, again):
     command = ["train", "--tiny", "--pairs", "6", "--pair", "eager", "patch-add"]
     found, out, err = again([*command, "--model", "Llama 3.2 1B", "ViT-L", "--layers", "1"])
     assert err.count("6 of 6 pairs") == 2
@@ -211,7 +235,7 @@ def test_pairs_that_fail_or_have_no_time_left_are_shown(monkeypatch, without_gpu
     command = ["train", "--tiny", "--pair", "eager", "compile", *PAIR, "--max-seconds", "100"]
     assert main([*command, "--model", "Llama 3 8B", "ViT-L"]) == 0
     out, err = capsys.readouterr()
-    assert limits == [left + train.GRACE_S for left in (100, 65, 30)]
+    assert limits == [left + worker.GRACE_S for left in (100, 65, 30)]
     said = [line.split(" ")[0] for line in err.splitlines() if line.endswith("of 40 pairs")]
     assert said == ["0", "40", "0", "0"]
     assert "eager, compile: failed: OutOfMemoryError: CUDA out of memory" in out

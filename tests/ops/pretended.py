@@ -5,18 +5,19 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from tilenorm.ops import bound, call, cutile, registry, torch_private
+from tilenorm.ops import bound, call, cutile, native, registry, torch_private
 
 from ..cases import target
 from ..executors import Interpreter
 
-CACHES = registry._told, registry.failures, bound._bound, bound.norm_of
-CACHES = *CACHES, call.remembered
+CACHES = registry._told, registry.failures, bound.bound_for, bound.norm_of
+CACHES = *CACHES, call.remembered, SimpleNamespace(cache_clear=native.state().forget)
 GPU = registry.Device("cuda", target("sm_90"), 13000)
 
 

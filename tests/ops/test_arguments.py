@@ -20,7 +20,7 @@ from .helpers import TORCH
 from .wrong_calls import Function, Wrong, of_functions, of_integrations, of_modules
 
 FUNCTIONS = dict([*of_functions(), *of_modules(), *of_integrations()])
-PLANS = (bound._bound, plan.plan_forward, plan.plan_backward)
+PLANS = (bound.bound_for, plan.plan_forward, plan.plan_backward)
 
 
 @contextmanager

@@ -85,7 +85,8 @@ def repeating(
     queue: the driver's cuLaunchKernelEx. addresses: how many a call has. enter: gives the thread
     the device's context, and says whether it had none. Threads that call at once write into
     different copies of the arguments. Where code has left the caches of a CPU, as in a step of a
-    model, each object that a call touches takes longer than the call itself.
+    model, each object that a call touches takes longer than the call itself. The function's
+    attribute `launches` holds the launches.
     """
     idle: list[tuple] = []
     write = struct.Struct(f"{addresses}Q").pack_into
@@ -107,6 +108,7 @@ def repeating(
         idle.append(copy)
         return not failed
 
+    repeat.launches = tuple(launches)  # type: ignore[attr-defined]
     return repeat
 
 
@@ -230,6 +232,24 @@ def _driver() -> ctypes.CDLL:
     size = POINTER(ctypes.c_size_t)
     driver.cuFuncGetParamInfo.argtypes = c_void_p, ctypes.c_size_t, size, size
     return driver
+
+
+def addresses() -> tuple[int, int, int]:
+    """Of the driver's functions by which the extension in C++ launches: cuLaunchKernelEx,
+    cuCtxGetCurrent and cuCtxSetCurrent; zeros where there is no driver.
+    """
+    try:
+        driver: Any = _driver()
+    except OSError:
+        return 0, 0, 0
+    functions = driver.cuLaunchKernelEx, driver.cuCtxGetCurrent, driver.cuCtxSetCurrent
+    queue, current, enter = (ctypes.cast(each, c_void_p).value or 0 for each in functions)
+    return queue, current, enter
+
+
+def primary_context(index: int) -> int:
+    """The primary context of a device, which PyTorch uses; 0 of a negative index, the CPU's."""
+    return 0 if index < 0 else _primary(index) or 0
 
 
 def _found(function: Callable, *given) -> int | None:

@@ -14,6 +14,7 @@ from ..launch.calls import Needs
 from ..launch.toolchain import CompileError
 from ..spec import TENSORS, NormSpec, Options, Quantization, Rotation
 from ..table import OPS, QUANTIZATION, ROTATION, Op
+from . import native
 from .arguments import without_tensor
 from .direct import Plain
 from .gradients import Step, run_steps, steps_of
@@ -334,6 +335,7 @@ class BoundNorm:
                 self.implementation = select(self.spec, 0, self.device, self.backend)
                 for each in self._passes:
                     each.reset()
+                native.state().forget()
 
 
 def bound_of(
@@ -341,7 +343,7 @@ def bound_of(
 ) -> Bound:
     """What serves a call. It raises and warns as registry.select does."""
     x, hidden = tensors[0], options[0]
-    return _bound(
+    return bound_for(
         op.name,
         options,
         *kinds_of(op, tensors, hidden),
@@ -353,7 +355,7 @@ def bound_of(
 
 
 @cache
-def _bound(name, options, dtypes, heads, kind, index, long, backend) -> Bound:
+def bound_for(name, options, dtypes, heads, kind, index, long, backend) -> Bound:
     return Bound(OPS[name], options, dtypes, heads, backend, device_of(kind, index), long)
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.overrides import has_torch_function
 
 from ..table import OPS, Op
@@ -15,10 +15,13 @@ from . import arguments, legacy, library, overrides, torch_private  # noqa: F401
 from .autograd import apply, call_needs_grad
 from .bound import MOST_CALLS, Bound, bound_of, kinds_of, refuse_gradient, specs_of
 from .direct import MOST_GUARDS, in_onnx_export, is_plain, is_transformed
+from .native import state
+from .native.telling import tell
 from .registry import MAX_ROWS, TRANSFORMED, device_of, select_reference
 from .sharded_rows import has_sharded_rows, of_sharded_rows
 from .torch_private import TensorGuards, forward_mode, modes
 
+NATIVE = state()
 _autocast = torch.is_autocast_enabled  # for CUDA; given a device's name it takes twice as long
 
 
@@ -52,6 +55,10 @@ def call(
     tensors: in the order in which the op takes them; the residual may be a sequence, see
     arguments.spread. asked: the values of the op's options, as the caller gives them.
     """
+    if not is_dynamo_compiling() and NATIVE.served is not None:
+        made = NATIVE.served(op, tensors, normalized_shape, eps, asked, backend)
+        if made is not None:
+            return made
     known = None
     if not is_compiling():
         if has_torch_function(tensors):  # torch.compile calls it at the operations in the graph
@@ -84,8 +91,15 @@ def call(
                         break
                 else:
                     if recorded and is_grad_enabled():
-                        return apply((own, bound, bound.training), *tensors)
-                    return bound.inference(tensors, own)
+                        made = apply((own, bound, bound.training), *tensors)
+                    else:
+                        made = bound.inference(tensors, own)
+                    if NATIVE.served is not None:
+                        arguments_of = op, tensors, normalized_shape, eps, asked, backend
+                        tell(bound, own, recorded, arguments_of)
+                    elif NATIVE.waits:
+                        NATIVE.look()
+                    return made
     if known is None and arguments.is_sequence(OPS[op], tensors):
         tensors = arguments.spread(OPS[op], tensors)
         return call(op, tensors, normalized_shape, eps, asked, backend)

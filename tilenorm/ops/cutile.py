@@ -13,14 +13,14 @@ from torch import Tensor
 
 from ..launch.arrays import BackwardArrays, ForwardArrays, RopeBackwardArrays, RopeForwardArrays
 from ..launch.calls import ABSENT, Launch, Needs
-from ..launch.driver import Repeated, prepare
+from ..launch.driver import Repeated, prepare, primary_context
 from ..launch.kernel import launch
 from ..launch.plan import BackwardPlan, ForwardPlan, chain_refused, plan_backward, plan_forward
 from ..launch.target import Target
 from ..launch.toolchain import CompileError
 from ..spec import NormSpec
 from ..table import FACTORS, LIES, MASK, OPS, VECTOR, Op
-from . import torch_private
+from . import native, torch_private
 from .layout import VECTOR_BYTES, lie_as_read, shaped_as, shown_as
 from .passes import Pass, Served
 from .quantize import with_codes
@@ -90,8 +90,6 @@ class Kernels:
         results, layout, *launched = self._launched(tensors, eps)
         if not launched or self._run is not on_device:
             return results, None
-        if any(tensors[of].shape != tensors[self.like].shape for _, of in self._parameters):
-            return results, None
         launches, arrays, read, index = launched
         if not lie_as_read(tensors, read, self.grouped):
             return results, None
@@ -99,7 +97,9 @@ class Kernels:
         numbered = self._arrays_of([*range(len(read))], [*range(len(read), count)])
         stream = torch_private.current_stream(index)
         again = prepare(index, stream, launches, arrays, numbered, count)
-        return results, again and repeat_of(again, layout, index, self.grouped, self._results)
+        native.state().want(index)
+        kind = native_repeat_of if native.state().extension else repeat_of
+        return results, again and kind(again, layout, index, self.grouped, self._results, len(read))
 
     def _launched(self, tensors: Sequence[Tensor | None], eps: float) -> tuple:
         x: Any = tensors[self.input]
@@ -120,16 +120,38 @@ class Kernels:
         for place, *how in layout.shown:
             made[place] = shown_as(made[place], *how)
         for place, of in self._parameters:
-            if made[place].shape != tensors[of].shape:
-                made[place] = shaped_as(made[place], tensors[of])
+            if made[place].shape != tensors[of].shape:  # which is in no key
+                made[place], launched = shaped_as(made[place], tensors[of]), ()
         return tuple(made[: self._results]), layout, *launched
 
 
+def native_repeat_of(
+    launch: Repeated,
+    layout: Layout,
+    index: int,
+    grouped: Sequence[int],
+    results: int,
+    reads: int,
+) -> Callable[[Sequence[Tensor | None]], tuple | None]:
+    """As repeat_of, by the extension in C++. It calls `launch` where that is of the tests."""
+    made = [how and tuple(how) for how in layout.made]
+    launches = getattr(launch, "launches", launch)
+    places = list(grouped), made, layout.cleared, layout.shown
+    context = primary_context(index)
+    return native.state().extension.repeat(index, context, reads, *places, results, launches)
+
+
 def repeat_of(
-    launch: Repeated, layout: Layout, index: int, grouped: Sequence[int], results: int
+    launch: Repeated,
+    layout: Layout,
+    index: int,
+    grouped: Sequence[int],
+    results: int,
+    reads: int,
 ) -> Callable[[Sequence[Tensor | None]], tuple | None]:
     """A function of the tensors that a pass reads, with the shapes and dtypes of an earlier call,
     that does the same as that call; None, and nothing done, where it has to be done another way.
+    results: how many of the tensors that are made it returns. reads: how many it reads.
 
     In a step of a model this code has left the caches of the CPU when it runs: on the host of an
     H100 it took 8 times as long as in a loop. So it is one function with few names.
@@ -244,7 +266,7 @@ def _taking_forward(
 
 
 def bind_cast_apart(spec: NormSpec, plan: ForwardPlan, run: Run = on_device) -> Callable:
-    """A forward pass of a quantised norm, by the kernels of the norm and PyTorch's operations for the
+    """A forward pass of a quantised norm: the kernels of the norm, and PyTorch's operations for the
     cast. plan: of the norm.
     """
     op, plain = OPS[spec.op], OPS[plan.spec.op]

@@ -33,7 +33,8 @@ from .bound import Bound, bound_of, norm_of
 from .direct import Plain
 from .layout import MOST_SHAPES, contiguous_strides_of, rows_shape, vector_of
 from .library import numbers_shape
-from .passes import Pass
+from .native.telling import Generated
+from .passes import NONE, Pass
 from .reference import STATISTICS
 from .registry import MAX_ROWS, on_device_of
 from .torch_private import inductor_calls, modes, reinterpret
@@ -146,16 +147,22 @@ def forward(name: str, *, hidden: int, save: bool, backend: str | None, **option
 
     def bound_forward(*tensors: Tensor | None) -> Sequence[Tensor | None]:
         made = None if run is None or modes() else run.repeated(tensors, own)
-        made = list(called(tensors) if made is None else made)
+        repeated = made is not None
+        made = list(made if repeated else called(tensors))
         view = view_of(tensors[0].shape) if save else None
+        first, outputs = 1 + len(tensors), []
+        for i in range(len(made)):
+            outputs.append((NONE if made[i] is None else first + i, None))
         for i, port in numbers:
             if not save or made[i] is None:
-                made[i] = None
+                made[i], outputs[i] = None, (NONE, None)
                 continue
             if port.given:
                 view = _apart(numbers_shape(op, port, tensors, hidden))
             if view is not None:
-                made[i] = reinterpret(made[i], *view)
+                made[i], outputs[i] = reinterpret(made[i], *view), (first + i, view[0])
+        if repeated:
+            native.tell(run, tensors, range(1, first), own, outputs)
         return made
 
     def called(tensors: tuple) -> Sequence[Tensor | None]:
@@ -169,7 +176,8 @@ def forward(name: str, *, hidden: int, save: bool, backend: str | None, **option
         with on_device_of(x):
             return run(tensors, own)
 
-    return bound_forward
+    native = Generated(bound_forward)
+    return native.function
 
 
 def _apart(shape: tuple[int, ...]) -> tuple | None:
@@ -190,15 +198,22 @@ def backward(
     statistics = [i for i, name in enumerate(taken) if name in STATISTICS]
     run: Pass | None = None
     read: Any = None
+    order: list[int] = []  # where the tensors stand that the pass reads; -1 for an absent one
 
     def bound_backward(*tensors: Tensor | None) -> Sequence[Tensor | None]:
         made = None
         if run is not None and not modes():
             made = run.repeated(read((*tensors, None)), eps)
-        return called(tensors) if made is None else shown((*made, None))
+        if made is None:
+            return called(tensors)
+        first = 1 + len(tensors)
+        places = (*(first + i if t is not None else NONE for i, t in enumerate(made)), NONE)
+        reads = [1 + i if i >= 0 else NONE for i in order]
+        native.tell(run, tensors, reads, eps, [(place, None) for place in shown(places)])
+        return shown((*made, None))
 
     def called(tensors: tuple) -> Sequence[Tensor | None]:
-        nonlocal run, read
+        nonlocal run, read, order
         x = tensors[2]
         given = constant | dict(zip(taken, tensors, strict=True))
         if run is None:
@@ -207,7 +222,8 @@ def backward(
             needs = call.needs(spec)
             named = {port.role: port.name for port in row.tensors}
             places = [taken.index(named[role]) for role in spec.kept]
-            read = itemgetter(0, 1 if needs.dsum else -1, *places, *terms)
+            order = [0, 1 if needs.dsum else -1, *places, *terms]
+            read = itemgetter(*order)
             norm = norm_of(spec, x.device.type, x.get_device(), False, backend)
             run = norm.backward(spec, needs)
         if x.numel() > most or not plain.takes(tensors):
@@ -218,4 +234,5 @@ def backward(
         with on_device_of(x):
             return shown((*run(read(flat), eps), None))
 
-    return bound_backward
+    native = Generated(bound_backward)
+    return native.function

@@ -10,7 +10,7 @@ in PyTorch's own operators.
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,9 +32,6 @@ from .torch_private import BelowAutograd, asked_of, autocast_casts, in_forward_m
 AUTOCAST_NORMS = tuple(filter(autocast_casts, ("rms", "layer")))
 LIBRARY = torch.library.Library("tilenorm", "DEF")
 TAGS = (torch.Tag.pt2_compliant_tag,)
-# Functions that each fake calls first. Inductor and DTensor ask for a fake whatever they do with an
-# op afterwards, and are then told how to run the ops. The package's __init__ fills this list.
-FAKED: list[Callable[[], None]] = []
 
 
 class Result(NamedTuple):
@@ -53,10 +50,18 @@ def decomposed(kind: Callable, *arguments, **by_name) -> Any:
     return kind(arguments, by_name).decomposed()
 
 
+@cache
+def before_fakes() -> list[Callable[[], None]]:
+    """Functions that each fake calls first. Inductor and DTensor ask for a fake whatever they do
+    with an op afterwards, and are then told how to run the ops. ops/__init__.py fills the list.
+    """
+    return []
+
+
 def fake(kind: Callable, *arguments) -> Any:
     """What an op returns for tensors without memory."""
-    for told in FAKED:
-        told()
+    for tell in before_fakes():
+        tell()
     call, made = kind(arguments), []
     for shape, dtype, strides in call.results():
         if strides is None:

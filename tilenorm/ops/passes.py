@@ -111,10 +111,14 @@ class Gradients:
     def __init__(self, passes: Sequence[tuple[Pass, tuple[int, ...], int]], gives: Sequence[int]):
         self.passes, self.gives, self.plain = tuple(passes), tuple(gives), Plain()
         self._each = [(run, itemgetter(*reads), own) for run, reads, own in passes]
-        self._take: Callable = itemgetter(*gives)
+        self.take: Callable[[Sequence], tuple] = itemgetter(*gives)
 
     def __call__(self, grads: Sequence, saved: Sequence, eps: Sequence[float]) -> tuple:
+        return self.take(self.every(grads, saved, eps))
+
+    def every(self, grads: Sequence, saved: Sequence, eps: Sequence[float]) -> list:
+        """What stands at each place, once the passes have run."""
         every = [None, *grads, *saved]
         for run, read, own in self._each:
             every += run(read(every), eps[own])
-        return self._take(every)
+        return every

@@ -153,7 +153,7 @@ def in_transform() -> bool:
     return _transforms is not None and isinstance(_transforms(), _Transform)
 
 
-_OTHER_BITS = 0 if _keys_of is None else ~checks.bits_of(_Keys, _Key, *checks.ORDINARY)
+OTHER_BITS = 0 if _keys_of is None else ~checks.bits_of(_Keys, _Key, *checks.ORDINARY)
 
 
 def has_ordinary_keys(tensors: Sequence[Tensor | None]) -> bool:
@@ -166,7 +166,7 @@ def has_ordinary_keys(tensors: Sequence[Tensor | None]) -> bool:
     for tensor in tensors:
         if tensor is not None:
             keys |= _keys_of(tensor).raw_repr()
-    return not keys & _OTHER_BITS
+    return not keys & OTHER_BITS
 
 
 # An attribute, because a function takes longer in every call. Unknown, the level is that of one.

@@ -179,6 +179,11 @@ def add_spec(command: argparse.ArgumentParser, size: dict) -> None:
     add("--return-output", action="store_true", help="it writes y too")
 
 
+def add_aside(command: argparse.ArgumentParser) -> None:
+    help = "let other processes go first, and do not try again what has failed before"
+    command.add_argument("--aside", action="store_true", help=help)
+
+
 def add_processes(command: argparse.ArgumentParser) -> None:
     command.add_argument("--processes", type=_positive, help="default: all cores")
 
