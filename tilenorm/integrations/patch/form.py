@@ -217,7 +217,12 @@ def are_alike(a: Tensor | None, b: Tensor | None) -> bool:
 
 def widens(x: Tensor, other: Tensor) -> bool:
     """Whether the product of two tensors has another dtype than the first."""
-    return torch.promote_types(x.dtype, other.dtype) != x.dtype
+    return promotes(x.dtype, other.dtype)
+
+
+def promotes(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether PyTorch computes with both dtypes in another one than the first."""
+    return torch.promote_types(dtype, other) != dtype
 
 
 def form_of(module: nn.Module) -> Form | None:

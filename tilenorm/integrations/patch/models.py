@@ -1,7 +1,7 @@
 """patch: give the norm modules of a model tilenorm's forward, in place, with a report and undo."""
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +16,10 @@ from .classes import (
     calls_of_class,
     change_classes,
     names_of,
-    patched_subclass,
+    patched_norm,
     revert,
     title,
 )
-from .form import Form
 from .recognition import Unrecognised, looks_like_a_norm, recognise
 
 _MODULE_ATTRIBUTES = vars(nn.Module()).keys()
@@ -44,12 +43,6 @@ class Left(NamedTuple):
     name: str
     cls: type[nn.Module]
     reason: str
-
-
-@cache
-def patched_norm(cls: type[nn.Module], form: Form) -> type[nn.Module]:
-    made, namespace = (patched_norm, cls, form), {"_tilenorm_form": form}
-    return patched_subclass(cls, form.forward, made, form.describe, namespace)
 
 
 class Report:
