@@ -16,7 +16,7 @@ from tilenorm.ops import functional
 
 from ..ops.helpers import random
 from .drawn_norms import gated_norm
-from .norms import N, Custom
+from .norms import Custom, N
 
 PACKAGE = tilenorm.__path__[0]
 
@@ -61,10 +61,6 @@ def patched(module: nn.Module, **options) -> nn.Module:
     return module
 
 
-def modulated(cls):
-    return lambda x: cls(N)(x, x[:1, :1])
-
-
 NORMS = {
     "layer_norm": lambda: nn.LayerNorm(N),
     "layer_norm without bias": lambda: nn.LayerNorm(N, bias=False),
@@ -90,13 +86,13 @@ def test_one_frame_with_a_gate():
     assert frames(lambda: module(x), "rms_norm") == ["forward", "rms_norm"]
 
 
+@pytest.mark.parametrize("block", [Sum, ProductAndSum])
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
-def test_one_frame_from_a_blocks_sum_to_the_function(norm):
+def test_one_frame_from_a_blocks_sum_to_the_function(norm, block):
     """The block's own forward stands behind the one that asks for the block's class."""
     function = "add_layer_norm" if norm is nn.LayerNorm else "add_rms_norm"
-    for block in (Sum, ProductAndSum):
-        module = patched(block(norm(N)), residual=True)
-        assert frames(lambda: module(X, X), function) == ["forward", "sum_and_norm", function]
+    module = patched(block(norm(N)), residual=True)
+    assert frames(lambda: module(X, X), function) == ["forward", "sum_and_norm", function]
 
 
 OWN = {
@@ -211,7 +207,9 @@ class Iterates(Sum):
     """Python lets no expression assign where a comprehension takes its elements from."""
 
     def forward(self, x, h):
-        return torch.stack([row for row in self.norm(x + h)]), [self.norm(x + h) for _ in range(2)]
+        return torch.stack([2 * row for row in self.norm(x + h)]), [
+            self.norm(x + h) for _ in range(2)
+        ]
 
 
 class NamesBuiltins(Sum):
