@@ -184,8 +184,13 @@ class _Plain(NamedTuple):
         return IF.format(conditions="\n        and ".join(conditions), call=result)
 
     def _takes_dims(self) -> str:
-        dims = {dims for number, dims in self.form.calls if number == self.number}
-        return f"len(shape) in {sorted(dims)!r}"
+        served = self.form.dims_of(self.number)
+        least, most = served[0], served[-1]
+        text = f"len(shape) in {tuple(served)!r}"
+        if self.number not in self.form.beyond:
+            return text
+        in_a_row = served == [*range(least, most + 1)]
+        return f"len(shape) >= {least}" if in_a_row else f"({text} or len(shape) > {most})"
 
     def _read(self, variable: str, name: str) -> list[str]:
         """Conditions that read a parameter. A class may say itself what its attributes are. A

@@ -21,6 +21,7 @@ FREE_COLUMNS = 67  # of the rows of a module that has no size: no module's own s
 MAX_ELEMENTS = 2**20  # of a parameter: larger ones are embeddings, and take seconds
 # Leading sizes of the inputs: a forward may compute another thing for another number of dimensions.
 LEADING = ((-1, 8), (-1,), (-1, 2, 4), (-1, 2, 2, 2), ())
+MORE_LEADING, FAR_LEADING = (5, 6, 7, 8), (16, 32)  # how many leading sizes are tried once besides
 HALF = (torch.bfloat16, torch.float16)
 # Allowed float32 difference, in units in the last place of the row's largest element. Sums that are
 # added up in another order differ from exact ones by up to 3 units in PyTorch's LayerNorm of 5 to
