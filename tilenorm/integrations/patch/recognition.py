@@ -35,6 +35,7 @@ from .trials import (
     trials_of,
 )
 from .twin import Refused, Unrecognised, check_branches, parameters_of, random, run, twin_of
+from .wide import FEW_ELEMENTS, MANY_ELEMENTS, narrowed, shape_of, widened
 
 HARD_CODED_EPS = (None, 1e-5, 1e-6, 1e-8, 1e-12)
 ROUNDINGS = {"rounding": "late"}, {"rounding": "early"}, {"rounding": "early", "promotes": True}
@@ -67,18 +68,31 @@ def _recognised(module: nn.Module) -> Form:
     _check_attributes(module)
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")  # PyTorch warns about mixed dtypes
-        rows, trials = trials_of(module, numbers)
-        form = _exact_form(module, rows, trials, arguments)
-        _check_channels(module, form, rows)
-        for trial in (trial for call in form.calls for trial in edges(module, rows, *call)):
-            if not trial.fits(form):
-                raise Unrecognised(f"it matches {form.describe(module)}, but not for {trial.kind}")
-        form = _rounded_form(module, form, trials)
-        for number, dims in form.calls:
-            fixed = () if rows.is_free else rows.tail
-            check_branches(twin_of(module, torch.float32), fixed, dims, number)
-        form = replace(form, autocasts=_follows_autocast(module, trials[0].inputs))
-        return _form_of_more_dims(module, form, rows, trials[0].inputs)
+        shape = shape_of(module)
+        if math.prod(shape) > FEW_ELEMENTS:
+            try:
+                form = _tried(narrowed(module, shape), arguments, numbers)
+                return widened(form, module, shape)
+            except Unrecognised:
+                if math.prod(shape) > MANY_ELEMENTS:
+                    raise
+        return _tried(module, arguments, numbers)
+
+
+def _tried(module: nn.Module, arguments: tuple[str, ...], numbers: list[int]) -> Form:
+    """The form of a module with all trials."""
+    rows, trials = trials_of(module, numbers)
+    form = _exact_form(module, rows, trials, arguments)
+    _check_channels(module, form, rows)
+    for trial in (trial for call in form.calls for trial in edges(module, rows, *call)):
+        if not trial.fits(form):
+            raise Unrecognised(f"it matches {form.describe(module)}, but not for {trial.kind}")
+    form = _rounded_form(module, form, trials)
+    for number, dims in form.calls:
+        fixed = () if rows.is_free else rows.tail
+        check_branches(twin_of(module, torch.float32), fixed, dims, number)
+    form = replace(form, autocasts=_follows_autocast(module, trials[0].inputs))
+    return _form_of_more_dims(module, form, rows, trials[0].inputs)
 
 
 def _arguments(module: nn.Module) -> tuple[tuple[str, ...], list[int]]:

@@ -214,10 +214,11 @@ def matches(got: Tensor, expected: Tensor) -> bool:
     return same >= MATCHING_SHARE and _are_close(got, expected, OUTPUT_UNITS * eps, expected)
 
 
+@torch.no_grad()
 def _are_close(got: Tensor, expected: Tensor, difference: float, sizes: Tensor) -> bool:
     """Whether all elements are equal, or differ by a part of the row's largest size at most."""
-    got, expected = got.double(), expected.double()
     # The maximum includes dimension 0, the copies: all terms of one row's gradient may cancel.
-    largest = sizes.double().abs().nan_to_num(0, 0, 0).amax((0, -1)[: got.dim()], keepdim=True)
+    largest = sizes.abs().nan_to_num_(0, 0, 0).amax((0, -1)[: got.dim()], keepdim=True).double()
+    got, expected = got.double(), expected.double()
     same = (got == expected) | (got.isnan() & expected.isnan())
-    return bool((same | ((got - expected).abs() <= difference * largest)).all())
+    return bool((same | ((got - expected).abs_() <= difference * largest)).all())
