@@ -106,6 +106,7 @@ PARTS = {
     ("norm", "another scale"): NO_NORM,
     ("norm", "detached mean"): "outputs match layer_norm.*gradient of the input does not",
     ("shape", (3, 1)): r"its parameters are g \[3, 1\], not a number for each column",
+    ("shape", (2, 3, 8)): r"its parameters have shape \[2, 3, 8\], more than a row for each head",
     ("shape", (0,)): r"its parameters are empty \(g \[0\]\)",
     ("offset", 1.0): ROUNDS_DIFFERENTLY,  # in 16 bits, 1 + g is rounded. Gemma casts g first.
     ("early", "no gradients"): "but not for a run without gradients",

@@ -143,6 +143,9 @@ def _exact_form(
     count, last = trials[0].columns(rows.tail), rows.tail[-1]
     options = {"arguments": arguments, "sizes": rows.sizes}
     options["dims"] = len(rows.tail) if count == math.prod(rows.tail) else 1
+    if len(rows.tail) > 2 and options["dims"] == 1 and parameters_of(module):
+        sizes = list(rows.tail)
+        raise Unrecognised(f"its parameters have shape {sizes}, more than a row for each head")
     if 1 < count < last and last % count == 0 and not rows.is_free:
         options["groups"] = last // count
     form, calls = None, []
