@@ -26,7 +26,8 @@ from tilenorm.ops import cutile, native
 from tilenorm.ops.native import build
 from tilenorm.table import OPS
 
-from .helpers import FAMILY, random, same, step, tensors_of
+from .helpers import FAMILY, made_by_inductor, random, same, step, tensors_of
+from .passes import Seen
 from .pretended import pretended_gpu
 from .uses import USES
 
@@ -458,6 +459,33 @@ def test_calls_of_other_dtypes_and_heads_are_other_calls():
             assert made[1].shape == w.shape and made[1].dtype == w.dtype
             assert all(torch.equal(bits(a), bits(b)) for a, b in zip(first, made, strict=True))
     assert native.state().extension.kinds() == len(weights)
+
+
+@pytest.mark.parametrize("name", [name for name in OPS if "quantized" not in name])
+def test_what_inductors_code_calls(name):
+    """Of each op that a step calls, of its own and of its backward pass; also with other rows."""
+    use = USES[name]
+    if "rms" in name:
+        use = use._replace(parameters=tuple(n for n in use.parameters if n != "bias"))
+    tensors = use.tensors((B, B), "cpu")
+    function, rows = use.bound(tensors)
+    tensors.get("layer_scale", rows[0]).requires_grad_("layer_scale" not in tensors)
+    with Seen() as seen:
+        backward(function(*rows))
+    assert {op._opname for op, _ in seen.calls} > {name}
+    for op, arguments in seen.calls:
+        expected = op(*arguments)
+        expected = expected if isinstance(expected, tuple) else (expected,)
+        call = made_by_inductor(op._opname, *arguments)
+        for _ in range(WARM + 1):
+            found = []
+            seen_python = entered(lambda call=call, found=found: found.append(call()))
+            for one, other in zip(*found, expected, strict=True):
+                assert other.numel() == 0 if one is None else torch.equal(one, other)
+                assert one is None or one.stride() == other.stride()
+        assert seen_python == [], op
+        with Operations():
+            assert entered(call)[0] in ("bound_forward", "bound_backward")
 
 
 def test_many_shapes(launches):
