@@ -5,13 +5,16 @@ import cProfile
 import gc
 import re
 import sys
-from contextlib import nullcontext
+import threading
+import tracemalloc
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import product
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
@@ -20,6 +23,7 @@ from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 import tilenorm
 from tilenorm.integrations.patch.twin import Refused, run, twin_of
+from tilenorm.ops import functional
 
 from ..ops.helpers import EACH_DEVICE, random
 from ..tolerance import FLOAT32_UNITS
@@ -102,6 +106,7 @@ PARTS = {
     ("norm", "another scale"): NO_NORM,
     ("norm", "detached mean"): "outputs match layer_norm.*gradient of the input does not",
     ("shape", (3, 1)): r"its parameters are g \[3, 1\], not a number for each column",
+    ("shape", (2, 3, 8)): r"its parameters have shape \[2, 3, 8\], more than a row for each head",
     ("shape", (0,)): r"its parameters are empty \(g \[0\]\)",
     ("offset", 1.0): ROUNDS_DIFFERENTLY,  # in 16 bits, 1 + g is rounded. Gemma casts g first.
     ("early", "no gradients"): "but not for a run without gradients",
@@ -195,12 +200,49 @@ def test_a_module_that_is_left_stops_no_other():
     assert [entry.name for entry in report.left] == ["0", "1", "2"]
 
 
+@contextmanager
+def traced_allocations():
+    tracemalloc.start()
+    yield
+    tracemalloc.stop()
+
+
+@contextmanager
+def debugger():
+    """A trace function of all threads, which is no part of a watched forward."""
+    counts = []
+
+    def trace(*_):
+        counts.append(1)
+        return trace
+
+    threading.settrace(trace)
+    yield
+    threading.settrace(None)
+    assert len(counts) < 10_000
+
+
+@contextmanager
+def global_hooks():
+    calls = []
+    hooks = register_module_forward_pre_hook, register_module_forward_hook
+    handles = [register(lambda *_: calls.append(1)) for register in hooks]
+    yield
+    for handle in handles:
+        handle.remove()
+    assert not calls
+
+
 CONTEXTS = {
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "a default device": lambda: torch.device("meta"),
     "a profiler": cProfile.Profile,  # whose function cannot be set again once another one was set
+    "anomaly mode": lambda: torch.autograd.set_detect_anomaly(True),
+    "tracemalloc": traced_allocations,
+    "a debugger": debugger,
+    "global hooks": global_hooks,
 }
 
 
@@ -218,6 +260,67 @@ def test_recognised_in_any_context(context):
     assert torch.equal(torch.get_rng_state(), state)
     weight = modules[0].weight
     assert weight.grad is None and torch.equal(weight, torch.ones_like(weight))
+
+
+def test_anomaly_mode_is_off_while_a_forward_is_watched():
+    """PyTorch would call functions of traceback, and take minutes."""
+
+    class Watched(norms.Custom):
+        def forward(self, x):
+            assert not torch.is_anomaly_enabled()
+            return super().forward(x)
+
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        assert tilenorm.patch(Watched()).patched
+        assert torch.is_anomaly_enabled() and not torch.is_anomaly_check_nan_enabled()
+
+
+class Deep(norms.Custom):
+    """Computes, or refuses, something else from a number of dimensions on."""
+
+    def __init__(self, most, refuses):
+        super().__init__()
+        self.most, self.refuses = most, refuses
+
+    def forward(self, x):
+        if x.dim() > self.most and self.refuses:
+            raise ValueError(f"at most {self.most} dimensions")
+        return super().forward(x) * (1 + (x.dim() > self.most))
+
+
+# A module, up to how many dimensions tilenorm serves, and what the report says of others.
+DEEP = {
+    "LayerNorm": (lambda: nn.LayerNorm(N), 60, ""),
+    "LayerNorm without weight": (lambda: nn.LayerNorm(N, elementwise_affine=False), 60, ""),
+    "Llama": (lambda: LlamaRMSNorm(N), 60, ""),
+    "no images": (lambda: with_parts({"view": "no images", "shape": (N,)}), 60, ""),
+    "other numbers": (lambda: Deep(6, False), 6, "inputs of 7 or more dimensions"),
+    "other large numbers": (lambda: Deep(20, False), 9, "inputs of 10 or more dimensions"),
+    "refused": (lambda: Deep(7, True), 7, ""),
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_serves_every_number_of_dimensions_that_the_forward_takes(name, monkeypatch):
+    make, most, own = DEEP[name]
+    module = make()
+    expected = copy.deepcopy(module)
+    (entry,) = tilenorm.patch(module).patched
+    assert entry.how.partition(", or its own forward for ")[2] == own
+    served = []
+    for norm in ("rms_norm", "layer_norm"):
+        function = getattr(functional, norm)
+        counted = partial(lambda f, *args, **how: served.append(1) or f(*args, **how), function)
+        monkeypatch.setattr(functional, norm, counted)
+    for dims in (1, 2, 3, 5, 6, 7, 8, 9, 10, 20, 30, 60):
+        x = random(*(2,) * min(dims - 1, 5), *(1,) * (dims - 6), N)
+        served.clear()
+        if name == "refused" and dims > most:
+            with pytest.raises(ValueError, match="at most 7"):
+                module(x)
+            continue
+        torch.testing.assert_close(module(x), expected(x))
+        assert bool(served) == (dims <= most), dims
 
 
 @pytest.mark.parametrize("refused", [False, True])

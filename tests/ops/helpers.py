@@ -3,6 +3,7 @@
 import io
 import pickle
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -346,12 +347,17 @@ def by_inductor(op: str) -> Callable:
     """A function of an op's arguments that calls what Inductor's generated code calls."""
 
     def run(*arguments, **by_name):
-        schema = getattr(torch.ops.tilenorm, op).default._schema.arguments
-        given = {a.name: a.default_value for a in schema}
-        given |= dict(zip(given, arguments, strict=False)) | by_name
-        tensors = [a.name for a in schema if "Tensor" in str(a.type)]
-        taken = generated.tensors_of(op, [name for name in tensors if given[name] is not None])
-        options = {name: value for name, value in given.items() if name not in tensors}
-        return generated.bind(op, taken, **options)(*[given[name] for name in taken])
+        return made_by_inductor(op, *arguments, **by_name)()
 
     return run
+
+
+def made_by_inductor(op: str, *arguments, **by_name) -> Callable:
+    """A call of an op, as Inductor's generated code makes it when it is loaded."""
+    schema = getattr(torch.ops.tilenorm, op).default._schema.arguments
+    given = {a.name: a.default_value for a in schema}
+    given |= dict(zip(given, arguments, strict=False)) | by_name
+    tensors = [a.name for a in schema if "Tensor" in str(a.type)]
+    taken = generated.tensors_of(op, [name for name in tensors if given[name] is not None])
+    options = {name: value for name, value in given.items() if name not in tensors}
+    return partial(generated.bind(op, taken, **options), *[given[name] for name in taken])

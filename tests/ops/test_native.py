@@ -26,7 +26,8 @@ from tilenorm.ops import cutile, native
 from tilenorm.ops.native import build
 from tilenorm.table import OPS
 
-from .helpers import FAMILY, random, same, step, tensors_of
+from .helpers import FAMILY, made_by_inductor, random, same, step, tensors_of
+from .passes import Seen
 from .pretended import pretended_gpu
 from .uses import USES
 
@@ -128,12 +129,13 @@ def test_each_function_and_module(name, dtypes):
         for _ in range(WARM + 1):
             for t in tensors.values():
                 t.grad = None
-            forward = entered(lambda: calls.append(function(*rows)))
-            outputs = calls[-1]
+            made: list[dict] = []
+            forward = entered(lambda made=made: made.append(function(*rows)))
+            [outputs] = made
             behind = entered(partial(backward, outputs)) if asked else []
-            calls[-1] = [*outputs.values(), *[t.grad for t in tensors.values()]]
-        for made in calls[1:]:
-            for one, other in zip(calls[0], made, strict=True):
+            calls.append([*outputs.values(), *[t.grad for t in tensors.values()]])
+        for later in calls[1:]:
+            for one, other in zip(calls[0], later, strict=True):
                 assert (one is None) == (other is None)
                 assert one is None or torch.equal(bits(one), bits(other))
                 assert one is None or one.stride() == other.stride()
@@ -438,6 +440,52 @@ def test_nothing_keeps_the_tensors_of_a_call():
     del y, total
     gc.collect()
     assert [t() for t in alive] == [None, None]
+
+
+def test_calls_of_other_dtypes_and_heads_are_other_calls():
+    """Also where only a parameter differs: what serves the backward pass is chosen by all dtypes
+    and sizes.
+    """
+    weights = [random(*shape, dtype=d) for shape in ((N,), (2, N), (2, 1, N)) for d in (F, B)]
+    x, expected = random(3, 2, N, dtype=B), {}
+    for _ in range(WARM + 1):
+        for i, values in enumerate(weights):
+            w = values.clone().requires_grad_()
+            shape = (1, N) if w.dim() == 3 else (N,)
+            y = tilenorm.rms_norm(x.view(3, 2, *shape), shape, w, 1e-6)
+            y.backward(torch.ones_like(y))
+            made = y.detach(), w.grad
+            first = expected.setdefault(i, made)
+            assert made[1].shape == w.shape and made[1].dtype == w.dtype
+            assert all(torch.equal(bits(a), bits(b)) for a, b in zip(first, made, strict=True))
+    assert native.state().extension.kinds() == len(weights)
+
+
+@pytest.mark.parametrize("name", [name for name in OPS if "quantized" not in name])
+def test_what_inductors_code_calls(name):
+    """Of each op that a step calls, of its own and of its backward pass; also with other rows."""
+    use = USES[name]
+    if "rms" in name:
+        use = use._replace(parameters=tuple(n for n in use.parameters if n != "bias"))
+    tensors = use.tensors((B, B), "cpu")
+    function, rows = use.bound(tensors)
+    tensors.get("layer_scale", rows[0]).requires_grad_("layer_scale" not in tensors)
+    with Seen() as seen:
+        backward(function(*rows))
+    assert {op._opname for op, _ in seen.calls} > {name}
+    for op, arguments in seen.calls:
+        expected = op(*arguments)
+        expected = expected if isinstance(expected, tuple) else (expected,)
+        call = made_by_inductor(op._opname, *arguments)
+        for _ in range(WARM + 1):
+            found = []
+            seen_python = entered(lambda call=call, found=found: found.append(call()))
+            for one, other in zip(*found, expected, strict=True):
+                assert other.numel() == 0 if one is None else torch.equal(one, other)
+                assert one is None or one.stride() == other.stride()
+        assert seen_python == [], op
+        with Operations():
+            assert entered(call)[0] in ("bound_forward", "bound_backward")
 
 
 def test_many_shapes(launches):

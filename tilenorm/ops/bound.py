@@ -262,7 +262,7 @@ class Bound(OpSpecs):
 
         if all(step.is_pass for step in steps):
             eps = (None,) * len(norms)
-            gives = run_steps(op, steps, arriving, saved, eps, place_of)
+            gives: Any = run_steps(op, steps, arriving, saved, eps, place_of)
             return Gradients(passes, [NONE if p is None else p for p in gives])
 
         def run(step: Step, dy, dsum, kept, eps):

@@ -162,7 +162,7 @@ def forward(name: str, *, hidden: int, save: bool, backend: str | None, **option
             if view is not None:
                 made[i], outputs[i] = reinterpret(made[i], *view), (first + i, view[0])
         if repeated:
-            native.tell(run, tensors, range(1, first), own, outputs)
+            native.tell(run, own, tensors, tensors, range(1, first), outputs)
         return made
 
     def called(tensors: tuple) -> Sequence[Tensor | None]:
@@ -203,14 +203,24 @@ def backward(
     def bound_backward(*tensors: Tensor | None) -> Sequence[Tensor | None]:
         made = None
         if run is not None and not modes():
-            made = run.repeated(read((*tensors, None)), eps)
+            # A key has the shapes of all tensors where heads are rotated.
+            given = read(flat(tensors) if run.grouped else (*tensors, None))
+            made = run.repeated(given, eps)
         if made is None:
             return called(tensors)
         first = 1 + len(tensors)
         places = (*(first + i if t is not None else NONE for i, t in enumerate(made)), NONE)
         reads = [1 + i if i >= 0 else NONE for i in order]
-        native.tell(run, tensors, reads, eps, [(place, None) for place in shown(places)])
+        outputs = [(place, None) for place in shown(places)]
+        native.tell(run, eps, tensors, given, reads, outputs)
         return shown((*made, None))
+
+    def flat(tensors: tuple) -> list:
+        """The tensors with mean and rstd as passes take them, and None."""
+        found = [*tensors, None]
+        for i in statistics:
+            found[i] = found[i] if found[i] is None else vector_of(found[i])
+        return found
 
     def called(tensors: tuple) -> Sequence[Tensor | None]:
         nonlocal run, read, order
@@ -228,11 +238,8 @@ def backward(
             run = norm.backward(spec, needs)
         if x.numel() > most or not plain.takes(tensors):
             return getattr(torch.ops.tilenorm, op)(**given)
-        flat = [*tensors, None]
-        for i in statistics:
-            flat[i] = flat[i] if flat[i] is None else vector_of(flat[i])
         with on_device_of(x):
-            return shown((*run(read(flat), eps), None))
+            return shown((*run(read(flat(tensors)), eps), None))
 
     native = Generated(bound_backward)
     return native.function

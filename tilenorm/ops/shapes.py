@@ -93,8 +93,8 @@ class Layouts(dict):
 
     def of(self, tensors: Sequence[Any]) -> Layout:
         """The Layout of a call's tensors."""
-        grouped = [(tensors[i].shape, tensors[i].stride()) for i in self.grouped]
-        return self[(tensors[self.input].shape, tensors[self.like].shape, *grouped)]
+        key = tensors[self.input].shape, tensors[self.like].shape
+        return self[key + tuple([(tensors[i].shape, tensors[i].stride()) for i in self.grouped])]
 
     def __missing__(self, key: Any) -> Layout:
         layout = self._layout_of(key)

@@ -9,6 +9,9 @@ that it normalises, one call of add_rms_norm or add_layer_norm computes both:
 
     x = self.norm(a + b)          x = self.one_pass(self.norm, (a, b))[1]
 
+A patched norm's class has a function for such sums, which compares and calls in one frame. So the
+first line is in truth `getattr((norm := self.norm).__class__, SUM, self.one_pass)(norm, (a, b))`.
+
 Where a modulation follows a patched norm, one call of modulated_rms_norm or modulated_layer_norm
 computes both, with or without the shift, and a sum right before the norm too:
 
@@ -37,35 +40,19 @@ from functools import cache, partial, update_wrapper
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from .classes import content_of, patched_subclass
-from .form import form_of
+from .forwards import SUM, one_pass
 from .rotary import PLACES, casts_back, rotated
 from .twin import Unrecognised
 
+NORM = "_tilenorm_norm"  # a local variable: the norm that is called next
 NORMED = "_tilenorm_normed_{}"  # a local variable: what the norm makes of the sum of that number
-ONE_PASS, ROTATED = "_tilenorm_one_pass", "_tilenorm_rotated"  # methods of a rewritten class
+# Methods of a rewritten class. A forward may have variables of its own that are named as builtins.
+ONE_PASS, ROTATED, GETATTR = "_tilenorm_one_pass", "_tilenorm_rotated", "_tilenorm_getattr"
 # In the report and in this order: what is rewritten by each of REWRITERS.
 WHAT = {"residual": "sum before", "modulation": "modulation of", "rotation": "rotation of"}
-
-
-def one_pass(
-    norm: nn.Module, terms: tuple[Tensor, ...], *by_group: Tensor
-) -> tuple[Tensor, Tensor]:
-    """x, or a + b if there are two terms, and the norm of it. by_group: none; or a scale, and the
-    norm is multiplied by 1 + scale; or also a shift, which is added to that.
-    """
-    form = form_of(norm)
-    found = form.one_pass(norm, terms, by_group) if form else None
-    if found is not None:
-        return found
-    if len(terms) > 1:
-        return one_pass(norm, (terms[0] + terms[1],), *by_group)
-    y = norm(*terms)
-    if by_group:
-        y = y * (1 + by_group[0])
-    return terms[0], y + by_group[1] if len(by_group) > 1 else y
 
 
 @cache
@@ -96,7 +83,8 @@ def patched_block(
     for wrapper in reversed(wrappers):
         made = _wrapping(wrapper, made)
     how = f"{' and '.join(texts)} with the norm"
-    again, methods = (patched_block, cls, norms, kinds), {ONE_PASS: one_pass, ROTATED: rotated}
+    again = patched_block, cls, norms, kinds
+    methods = {ONE_PASS: one_pass, ROTATED: rotated, GETATTR: getattr}
     namespace = {name: staticmethod(method) for name, method in methods.items()}
     return patched_subclass(cls, made, again, lambda _: how, namespace)
 
@@ -166,6 +154,7 @@ class _Rewriter(ast.NodeTransformer):
     """
 
     absent: str
+    assigns = True  # whether an expression may assign to a variable where it stands
     _rewritten: Callable[[list[Any]], list[Any]]
 
     def __init__(self, this: str, norms: tuple[str, ...], functions: dict[str, Any]):
@@ -190,7 +179,13 @@ class _Rewriter(ast.NodeTransformer):
 
     def _one_pass(self, norm: ast.Attribute, terms: list, by_group: list) -> ast.Call:
         self.found.append(norm.attr)
-        return self._call(ONE_PASS, norm, ast.Tuple(terms, ast.Load()), *by_group)
+        both = self._call(ONE_PASS, norm, ast.Tuple(terms, ast.Load()), *by_group)
+        if len(terms) > 1 and not by_group and self.assigns:
+            both.args[0] = ast.Name(NORM, ast.Load())
+            cls = ast.NamedExpr(ast.Name(NORM, ast.Store()), norm)
+            cls = ast.Attribute(cls, "__class__", ast.Load())
+            both.func = self._call(GETATTR, cls, ast.Constant(SUM), both.func)
+        return both
 
     def _normed(self, node: ast.expr, norm: Any, terms: list, by_group: list) -> Any:
         """In the place of a node: the norm alone of what one pass makes."""
@@ -204,6 +199,13 @@ class _Sums(_Rewriter):
     """
 
     absent = "no sum of two terms stands right before a patched norm"
+
+    def visit_comprehension(self, node: ast.comprehension) -> ast.AST:
+        """Python assigns to no variable in what a comprehension iterates over."""
+        before, self.assigns = self.assigns, False
+        self.generic_visit(node)
+        self.assigns = before
+        return node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)

@@ -4,12 +4,11 @@ Hooks replace `module.forward` by a function that calls the former one: Hugging 
 parallelism, Accelerate and diffusers do so. Each keeps the class's forward, bound to the module, at
 another place: in a closure, in an attribute of the module, in an object of its own. Stored before a
 patch, that forward is searched, and the patch puts its own in its place: all else that the function
-does is untouched. Stored after a patch, it needs no search: see `dispatching`.
+does is untouched. Stored after a patch, it needs no search: see `forward_of`.
 """
 
-import inspect
 from collections.abc import Callable, Iterator
-from functools import cache, partial, update_wrapper
+from functools import cache, partial
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -17,6 +16,8 @@ from torch import nn
 
 from ...nn import refuse_script
 from ...ops.arguments import check_argument
+from .form import Form
+from .forwards import SUM, forward_of, is_forward_of_a_patch, sum_of
 
 UNREACHED = "its forward was replaced on this instance, and patch does not find the former one"
 
@@ -44,21 +45,37 @@ def new_module(make: Callable[..., type[nn.Module]], *arguments) -> nn.Module:
 
 
 def patched_subclass(
-    cls: type[nn.Module], forward: Callable, made: tuple, how: Callable, namespace: dict
+    cls: type[nn.Module],
+    forward: Callable,
+    made: tuple,
+    how: Callable,
+    namespace: dict[str, Any],
+    form: Form | None = None,
 ) -> type[nn.Module]:
     """A subclass of cls with the same name, this forward and namespace, which an instance of cls
-    can get. made, how: as in PatchedModule.
+    can get. made, how: as in PatchedModule. form: of a norm.
 
     Raises whatever cls raises where it has no subclasses, and TypeError where Python cannot give an
     instance of cls the subclass.
     """
     kept = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    own = {"_tilenorm_class": cls, "_tilenorm_forward": forward, "forward": dispatching(cls)}
+    own = {"_tilenorm_class": cls, "_tilenorm_forward": forward}
     own |= {"_tilenorm_made": made, "_tilenorm_how": how}
     metaclass: Any = type(cls)
     subclass = metaclass(cls.__name__, (PatchedModule, cls), kept | own | namespace)
+    # Both compare the class of a module with this one.
+    type.__setattr__(subclass, "forward", forward_of(cls, subclass, form))
+    if form is not None:
+        type.__setattr__(subclass, SUM, sum_of(cls, subclass, form))
     set_class(object.__new__(cls), subclass)
     return subclass
+
+
+@cache
+def patched_norm(cls: type[nn.Module], form: Form) -> type[nn.Module]:
+    """A subclass of a norm's class, whose forward computes the form by tilenorm."""
+    made, namespace = (patched_norm, cls, form), {"_tilenorm_form": form}
+    return patched_subclass(cls, form.forward, made, form.describe, namespace, form)
 
 
 def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
@@ -143,32 +160,16 @@ def _unpatched(cls: Any) -> type[nn.Module]:
     return metaclass(cls.__name__, tuple(map(_unpatched, cls.__bases__)), namespace)
 
 
-def dispatching(cls: type[nn.Module]) -> FunctionType:
-    """The forward of a patched subclass of cls, with the signature of the forward of cls.
-
-    It asks at each call which class the module has now. Wherever it is stored, it runs the forward
-    of cls once the patch is undone.
-    """
-
-    def forward(self, *args, **kwargs):
-        return getattr(type(self), "_tilenorm_forward", cls.forward)(self, *args, **kwargs)
-
-    wrapper: Any = update_wrapper(forward, cls.forward, updated=())
-    del wrapper.__wrapped__  # Accelerate would take it for a forward that its hooks replaced
-    wrapper.__signature__ = inspect.signature(cls.forward)
-    return wrapper
-
-
 def calls_of_class(module: nn.Module) -> list[Put]:
     """For a module whose forward was replaced: the places that hold the forward of its class, or of
     a patch of it.
     """
-    forward, patched = type(module).forward, dispatching.__code__.co_consts
+    forward = type(module).forward
     return [
         put
         for value, put in _reached(module)
         if put and type(value) is MethodType and value.__self__ is module
-        if value.__func__ is forward or getattr(value.__func__, "__code__", None) in patched
+        if value.__func__ is forward or is_forward_of_a_patch(value.__func__)
     ]
 
 

@@ -38,6 +38,8 @@ class Form:
         arguments: the names of the arguments that are the input and the gate.
         calls: the served numbers of tensors (2 with a gate), each with a served number of the
             input's dimensions.
+        beyond: the numbers of tensors with which inputs of more dimensions are served too.
+        own_from: from how many dimensions on the module's forward computes something else.
         dtypes: the served dtypes.
         mixed: whether the module takes an input and parameters of two dtypes that are not served.
     """
@@ -57,6 +59,8 @@ class Form:
     activation: str = "silu"
     arguments: tuple[str, ...] = ("input",)
     calls: tuple[tuple[int, int], ...] = ()
+    beyond: tuple[int, ...] = ()
+    own_from: int | None = None
     dtypes: tuple[Dtypes, ...] = ()
     mixed: bool = False
 
@@ -78,7 +82,7 @@ class Form:
 
     def served(self, module: nn.Module, x: object = None, gate: object = None) -> tuple | None:
         """The input, gate, weight and bias of a call whose kind recognition compared, or None."""
-        if not isinstance(x, Tensor) or (1 if gate is None else 2, x.dim()) not in self.calls:
+        if not isinstance(x, Tensor) or not self.takes(1 if gate is None else 2, x.dim()):
             return None
         if gate is not None and not (isinstance(gate, Tensor) and gate.shape == x.shape):
             return None
@@ -104,6 +108,15 @@ class Form:
         ):
             return None
         return x, gate, weight, bias
+
+    def takes(self, number: int, dims: int) -> bool:
+        """Whether calls with so many tensors and dimensions of the input are served."""
+        more = number in self.beyond and dims > max(self.dims_of(number))
+        return more or (number, dims) in self.calls
+
+    def dims_of(self, number: int) -> list[int]:
+        """The served numbers of dimensions that are in `calls`."""
+        return sorted(dims for called, dims in self.calls if called == number)
 
     def widens(self, x: Tensor, weight: Tensor | None) -> bool:
         """Whether the output has another dtype than the input, because of the weight's."""
@@ -207,7 +220,9 @@ class Form:
             text += f" norm_before_gate={self.gate == 'after'} activation={self.activation}"
         if self.promotes:
             text += " output_dtype=promote_types(input, weight)"
-        return text + (", or its own forward for mixed dtypes" if self.mixed else "")
+        own = ["mixed dtypes"] if self.mixed else []
+        own += [f"inputs of {self.own_from} or more dimensions"] if self.own_from else []
+        return text + (f", or its own forward for {' and '.join(own)}" if own else "")
 
 
 def are_alike(a: Tensor | None, b: Tensor | None) -> bool:
@@ -217,7 +232,12 @@ def are_alike(a: Tensor | None, b: Tensor | None) -> bool:
 
 def widens(x: Tensor, other: Tensor) -> bool:
     """Whether the product of two tensors has another dtype than the first."""
-    return torch.promote_types(x.dtype, other.dtype) != x.dtype
+    return promotes(x.dtype, other.dtype)
+
+
+def promotes(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether PyTorch computes with both dtypes in another one than the first."""
+    return torch.promote_types(dtype, other) != dtype
 
 
 def form_of(module: nn.Module) -> Form | None:

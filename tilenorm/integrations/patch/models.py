@@ -1,10 +1,9 @@
 """patch: give the norm modules of a model tilenorm's forward, in place, with a report and undo."""
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from ...nn import LayerNorm, RMSNorm
@@ -16,15 +15,13 @@ from .classes import (
     calls_of_class,
     change_classes,
     names_of,
-    patched_subclass,
+    patched_norm,
     revert,
     title,
 )
-from .form import Form
+from .likeness import likeness
 from .recognition import Unrecognised, looks_like_a_norm, recognise
 
-_MODULE_ATTRIBUTES = vars(nn.Module()).keys()
-_PLAIN = (int, float, bool, str, type(None), torch.Size)
 Result = type[nn.Module] | str  # the patched class of a module, or the reason why it is left
 
 
@@ -44,12 +41,6 @@ class Left(NamedTuple):
     name: str
     cls: type[nn.Module]
     reason: str
-
-
-@cache
-def patched_norm(cls: type[nn.Module], form: Form) -> type[nn.Module]:
-    made, namespace = (patched_norm, cls, form), {"_tilenorm_form": form}
-    return patched_subclass(cls, form.forward, made, form.describe, namespace)
 
 
 class Report:
@@ -172,10 +163,11 @@ def patch(
         elif where is not None and not any(where(name, module) for name in names[module]):
             results[module] = "where() excludes it"
         else:
-            key = _likeness(module)  # the layers of a model have norms that are alike
-            if key is None or key not in known:
-                known[key] = _result(module, partial(_recognised, module))
-            results[module] = known[key]
+            key = likeness(module)
+            recognised = None if key is None else known.get(key)
+            results[module] = _result(module, partial(_recognised, module), recognised)
+            if results[module] != UNREACHED:
+                known[key] = results[module]
     norms = {module for module, result in results.items() if not isinstance(result, str)}
     kinds = tuple(kind for kind in REWRITERS if asked[kind])
     for block in names if kinds else ():
@@ -193,28 +185,17 @@ def _recognised(module: nn.Module) -> type[nn.Module]:
     return patched_norm(type(module), recognise(module))
 
 
-def _result(module: nn.Module, made: Callable[[], type[nn.Module]]) -> Result:
+def _result(
+    module: nn.Module, made: Callable[[], type[nn.Module]], known: Result | None = None
+) -> Result:
+    """What is made for a module, or known of one that is alike; or why the module is left."""
     if "forward" in vars(module) and not calls_of_class(module):
         return UNREACHED
+    if known is not None:
+        return known
     try:
         return made()
     except Unrecognised as reason:
         return str(reason)
     except Exception as error:  # a module that cannot be tried must not stop those that can
         return f"trying it raised {type(error).__name__}: {error}"
-
-
-def _likeness(module: nn.Module) -> tuple | None:
-    """A key that two modules share if recognition cannot tell them apart; None for no such key."""
-    plain = {n: v for n, v in vars(module).items() if n not in _MODULE_ATTRIBUTES}
-    if module._buffers or module._modules or not all(map(_is_plain, plain.values())):
-        return None
-    parameters = {
-        n: p is not None and (p.shape, p.is_floating_point()) for n, p in module._parameters.items()
-    }
-    return type(module), repr((parameters, plain))
-
-
-def _is_plain(value: object) -> bool:
-    """Whether a value's repr says all of it. PyTorch's norms have a tuple of sizes."""
-    return type(value) in _PLAIN or (type(value) is tuple and all(map(_is_plain, value)))

@@ -6,6 +6,7 @@ compares the results with all forms of tilenorm. The module itself does not run 
 
 import inspect
 import math
+import sys
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +22,20 @@ from torch.utils._pytree import tree_map_only
 
 from ...table import OPTIONS
 from .form import Form
-from .trials import MAX_ELEMENTS, Rows, Trial, edges, is_half, sizes_of, trials_of
+from .trials import (
+    FAR_LEADING,
+    MAX_ELEMENTS,
+    MORE_LEADING,
+    SCALES,
+    Rows,
+    Trial,
+    edges,
+    is_half,
+    sizes_of,
+    trials_of,
+)
 from .twin import Refused, Unrecognised, check_branches, parameters_of, random, run, twin_of
+from .wide import FEW_ELEMENTS, MANY_ELEMENTS, narrowed, shape_of, widened
 
 HARD_CODED_EPS = (None, 1e-5, 1e-6, 1e-8, 1e-12)
 ROUNDINGS = {"rounding": "late"}, {"rounding": "early"}, {"rounding": "early", "promotes": True}
@@ -38,9 +51,16 @@ def looks_like_a_norm(module: nn.Module) -> bool:
 
 def recognise(module: nn.Module) -> Form:
     """The form that describes a module's forward. Raises Unrecognised if there is none."""
-    # A new thread has gradients, no autocast, no default device and no profile function.
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_recognised, module).result()
+    # A new thread has gradients, no autocast and no default device. Anomaly mode belongs to the
+    # process. In it, PyTorch calls functions of traceback for each operation. They would count as
+    # the forward's, and patch would take minutes.
+    with ThreadPoolExecutor(1) as thread, torch.autograd.set_detect_anomaly(False):
+        return thread.submit(_untraced, module).result()
+
+
+def _untraced(module: nn.Module) -> Form:
+    sys.settrace(None)  # a debugger's function would be called for each line
+    return _recognised(module)
 
 
 def _recognised(module: nn.Module) -> Form:
@@ -48,17 +68,31 @@ def _recognised(module: nn.Module) -> Form:
     _check_attributes(module)
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")  # PyTorch warns about mixed dtypes
-        rows, trials = trials_of(module, numbers)
-        form = _exact_form(module, rows, trials, arguments)
-        _check_channels(module, form, rows)
-        for trial in (trial for call in form.calls for trial in edges(module, rows, *call)):
-            if not trial.fits(form):
-                raise Unrecognised(f"it matches {form.describe(module)}, but not for {trial.kind}")
-        form = _rounded_form(module, form, trials)
-        for number, dims in form.calls:
-            fixed = () if rows.is_free else rows.tail
-            check_branches(twin_of(module, torch.float32), fixed, dims, number)
-        return replace(form, autocasts=_follows_autocast(module, trials[0].inputs))
+        shape = shape_of(module)
+        if math.prod(shape) > FEW_ELEMENTS:
+            try:
+                form = _tried(narrowed(module, shape), arguments, numbers)
+                return widened(form, module, shape)
+            except Unrecognised:
+                if math.prod(shape) > MANY_ELEMENTS:
+                    raise
+        return _tried(module, arguments, numbers)
+
+
+def _tried(module: nn.Module, arguments: tuple[str, ...], numbers: list[int]) -> Form:
+    """The form of a module with all trials."""
+    rows, trials = trials_of(module, numbers)
+    form = _exact_form(module, rows, trials, arguments)
+    _check_channels(module, form, rows)
+    for trial in (trial for call in form.calls for trial in edges(module, rows, *call)):
+        if not trial.fits(form):
+            raise Unrecognised(f"it matches {form.describe(module)}, but not for {trial.kind}")
+    form = _rounded_form(module, form, trials)
+    for number, dims in form.calls:
+        fixed = () if rows.is_free else rows.tail
+        check_branches(twin_of(module, torch.float32), fixed, dims, number)
+    form = replace(form, autocasts=_follows_autocast(module, trials[0].inputs))
+    return _form_of_more_dims(module, form, rows, trials[0].inputs)
 
 
 def _arguments(module: nn.Module) -> tuple[tuple[str, ...], list[int]]:
@@ -109,6 +143,9 @@ def _exact_form(
     count, last = trials[0].columns(rows.tail), rows.tail[-1]
     options = {"arguments": arguments, "sizes": rows.sizes}
     options["dims"] = len(rows.tail) if count == math.prod(rows.tail) else 1
+    if len(rows.tail) > 2 and options["dims"] == 1 and parameters_of(module):
+        sizes = list(rows.tail)
+        raise Unrecognised(f"its parameters have shape {sizes}, more than a row for each head")
     if 1 < count < last and last % count == 0 and not rows.is_free:
         options["groups"] = last // count
     form, calls = None, []
@@ -188,6 +225,33 @@ def _rounded_form(module: nn.Module, form: Form, trials: list[Trial]) -> Form:
             text = f"it matches {form.describe(module)}; its gradient of {name} does not"
             raise Unrecognised(f"{text} in {dtypes[0]}")
     return replace(form, dtypes=tuple(served), mixed=len(served) < len(by_dtypes))
+
+
+def _form_of_more_dims(module: nn.Module, form: Form, rows: Rows, inputs: list[Tensor]) -> Form:
+    """The form, completed by the inputs of more dimensions than those of other trials.
+
+    One run decides for each number of leading sizes up to 8, and then for two far larger ones. If
+    the form matches all of them, it serves every number.
+    """
+    twin, own = twin_of(module, torch.float32), []
+    x = inputs[0].reshape(-1, len(SCALES), *rows.tail)
+    for number in dict(form.calls):
+        given = [x, random(x.shape, torch.float32, 1)][:number]
+        for leading in (*MORE_LEADING, *FAR_LEADING):
+            shape, dims = (len(x), *(1,) * (leading - 2), len(SCALES)), leading + len(rows.tail)
+            shaped = [t.reshape(*shape, *rows.tail) for t in given]
+            try:
+                fits = Trial("", (), twin, shaped, run(twin, *shaped)).fits(form)
+            except Refused:
+                break
+            if not fits:
+                own.append(max(form.dims_of(number)) + 1)
+                break
+            if leading in MORE_LEADING:
+                form = replace(form, calls=(*form.calls, (number, dims)))
+        else:
+            form = replace(form, beyond=(*form.beyond, number))
+    return replace(form, own_from=min(own, default=None))
 
 
 def _follows_autocast(module: nn.Module, inputs: list[Tensor]) -> bool:

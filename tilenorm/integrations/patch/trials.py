@@ -21,6 +21,7 @@ FREE_COLUMNS = 67  # of the rows of a module that has no size: no module's own s
 MAX_ELEMENTS = 2**20  # of a parameter: larger ones are embeddings, and take seconds
 # Leading sizes of the inputs: a forward may compute another thing for another number of dimensions.
 LEADING = ((-1, 8), (-1,), (-1, 2, 4), (-1, 2, 2, 2), ())
+MORE_LEADING, FAR_LEADING = (5, 6, 7, 8), (16, 32)  # how many leading sizes are tried once besides
 HALF = (torch.bfloat16, torch.float16)
 # Allowed float32 difference, in units in the last place of the row's largest element. Sums that are
 # added up in another order differ from exact ones by up to 3 units in PyTorch's LayerNorm of 5 to
@@ -213,10 +214,11 @@ def matches(got: Tensor, expected: Tensor) -> bool:
     return same >= MATCHING_SHARE and _are_close(got, expected, OUTPUT_UNITS * eps, expected)
 
 
+@torch.no_grad()
 def _are_close(got: Tensor, expected: Tensor, difference: float, sizes: Tensor) -> bool:
     """Whether all elements are equal, or differ by a part of the row's largest size at most."""
-    got, expected = got.double(), expected.double()
     # The maximum includes dimension 0, the copies: all terms of one row's gradient may cancel.
-    largest = sizes.double().abs().nan_to_num(0, 0, 0).amax((0, -1)[: got.dim()], keepdim=True)
+    largest = sizes.abs().nan_to_num_(0, 0, 0).amax((0, -1)[: got.dim()], keepdim=True).double()
+    got, expected = got.double(), expected.double()
     same = (got == expected) | (got.isnan() & expected.isnan())
-    return bool((same | ((got - expected).abs() <= difference * largest)).all())
+    return bool((same | ((got - expected).abs_() <= difference * largest)).all())

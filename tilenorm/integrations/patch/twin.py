@@ -105,7 +105,7 @@ def check_branches(twin: nn.Module, tail: tuple[int, ...], dims: int, number: in
     disabled, logger.disabled = logger.disabled, True
     try:
         context = StatelessSymbolicContext(dynamic_sizes=kinds)
-        x = fake.from_tensor(random(shape, torch.float32, 0), symbolic_context=context)
+        x = fake.from_tensor(torch.empty(shape), symbolic_context=context)
         # What a cache would keep is not asked for again, and takes a third of patch's time.
         with fake, disable_fake_tensor_cache(fake), _Operators() as operators:
             x.requires_grad_()

@@ -92,14 +92,14 @@ class State:
             return
         root = str(Path(__file__).parents[3])
         paths = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
         try:
             subprocess.Popen(
                 [sys.executable, "-m", "tilenorm", "build", "--aside"],
                 env={**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
-                **quiet,
             )
         except OSError as error:
             self.waits, self.reason = False, f"no process to build it: {error}"

@@ -20,7 +20,8 @@ struct Forward {
   std::vector<size_t> saved;
 };
 
-// A kind of calls: of one op, with the same options, of tensors of one kind and shape.
+// A kind of calls: of one op, with the same options, of tensors of one kind and shape. Their dtypes
+// and sizes choose the implementation, which makes the gradients too; strides choose a program.
 struct Kind {
   PyObject *op, *eps, *backend, *asked;  // asked: a tuple
   std::vector<int64_t> normalized_shape;
@@ -29,6 +30,7 @@ struct Kind {
     PyTypeObject* type;
     uint64_t keys;
     bool requires_grad;
+    Like like;
   };
   std::vector<std::optional<Seen>> tensors;
   bool records;  // whether a tensor requires a gradient
@@ -36,7 +38,7 @@ struct Kind {
   std::vector<bool> differentiable;  // for each of those
   std::string name;
   Recorded recorded;
-  // Without and with the tensors of a backward pass: for tensors of other sizes and strides.
+  // Without and with the tensors of a backward pass: for tensors of other strides.
   std::vector<std::unique_ptr<const Forward>> forward[2];
 
   const Forward* of(bool recording, const c10::TensorImpl* const* given) const {
@@ -116,6 +118,7 @@ inline bool matches(const Kind& kind, const Given& given, PyObject* op, PyObject
     if (seen.has_value() != (given.impls[i] != nullptr)) return false;
     if (seen && (Py_TYPE(PyTuple_GET_ITEM(tensors, i)) != seen->type ||
                  given.impls[i]->requires_grad() != seen->requires_grad ||
+                 !seen->like.matches(given.impls[i]) ||
                  keys_of(given.impls[i], thread) != seen->keys)) {
       return false;
     }

@@ -239,7 +239,8 @@ void remember(const py::tuple& call, bool requires_grad, bool recording,
       kind->tensors.emplace_back();
       if (const auto* impl = given.impls[i]) {
         kind->tensors.back() = Kind::Seen{Py_TYPE(PyTuple_GET_ITEM(tensors.ptr(), i)),
-                                          keys_of(impl, thread), impl->requires_grad()};
+                                          keys_of(impl, thread), impl->requires_grad(),
+                                          Like(*given.tensors[i], false)};
       }
     }
     kinds.emplace(mark_of(kind->op, given.impls[0], given.there), kind);

@@ -91,19 +91,19 @@ class Generated:
     def tell(
         self,
         run: Pass,
-        tensors: tuple,
-        reads: Sequence[int],
         eps: Any,
+        tensors: tuple,
+        read: tuple,
+        reads: Sequence[int],
         outputs: Sequence[tuple[int, Sequence[int] | None]],
     ) -> None:
         """Have later calls with tensors of these shapes repeat a pass.
 
-        reads: the places that the pass reads, which count None first, and then the tensors.
-        outputs: for each result its place, which counts also the results of the pass behind, and
-        the sizes that it gets, or None.
+        read: what the pass has read. reads: the places of that, which count None first, and then
+        the tensors. outputs: for each result its place, which counts also the results of the pass
+        behind, and the sizes that it gets, or None.
         """
-        every = (None, *tensors)
-        if not self._tells or (repeat := ready(run, tuple([every[i] for i in reads]), eps)) is None:
+        if not self._tells or (repeat := ready(run, read, eps)) is None:
             return
         strided = sorted({reads[place] - 1 for place in run.grouped} - {NONE - 1})
         how = tensors, strided, [(repeat, list(reads))], list(outputs)
