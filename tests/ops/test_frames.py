@@ -64,10 +64,8 @@ def test_frames_up_to_the_launch(name, monkeypatch):
     with pretended_gpu(), torch.no_grad():
         monkeypatch.setattr(cutile, "prepare", prepare)
         found = frames(called(name)[0])
-    found = [
-        name for name in found[: len(found) - found[::-1].index("repeat")] if name not in STAND_INS
-    ]
-    assert len(found) <= 7 + MORE.get(name, 0), found
+    found = [name for name in found[: 1 + found.index("repeated")] if name not in STAND_INS]
+    assert len(found) <= 5 + MORE.get(name, 0), found
 
 
 @pytest.mark.skipif(fused_rms_norm is None, reason="this PyTorch has no operator that gives rstd")

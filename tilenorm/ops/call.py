@@ -55,12 +55,12 @@ def call(
     tensors: in the order in which the op takes them; the residual may be a sequence, see
     arguments.spread. asked: the values of the op's options, as the caller gives them.
     """
-    if not is_dynamo_compiling() and NATIVE.served is not None:
-        made = NATIVE.served(op, tensors, normalized_shape, eps, asked, backend)
-        if made is not None:
-            return made
     known = None
-    if not is_compiling():
+    if not is_dynamo_compiling():  # the guards find what other tracers give
+        if NATIVE.served is not None:
+            made = NATIVE.served(op, tensors, normalized_shape, eps, asked, backend)
+            if made is not None:
+                return made
         if has_torch_function(tensors):  # torch.compile calls it at the operations in the graph
             return overrides.overridden(op, tensors, normalized_shape, eps, asked, backend)
         given, absent = [], 1
@@ -92,8 +92,8 @@ def call(
                 else:
                     if recorded and is_grad_enabled():
                         made = apply((own, bound, bound.training), *tensors)
-                    else:
-                        made = bound.inference(tensors, own)
+                    elif (made := bound.inference.repeated(tensors, own)) is None:
+                        made = bound.inference.cold(tensors, own)
                     if NATIVE.served is not None:
                         arguments_of = op, tensors, normalized_shape, eps, asked, backend
                         tell(bound, own, recorded, arguments_of)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..launch.arrays import BackwardArrays, ForwardArrays, RopeBackwardArrays, RopeForwardArrays
 from ..launch.calls import ABSENT, Launch, Needs
-from ..launch.driver import Repeated, prepare, primary_context
+from ..launch.driver import Repeated, in_parts, prepare, primary_context
 from ..launch.kernel import launch
 from ..launch.plan import BackwardPlan, ForwardPlan, chain_refused, plan_backward, plan_forward
 from ..launch.target import Target
@@ -21,8 +21,8 @@ from ..launch.toolchain import CompileError
 from ..spec import NormSpec
 from ..table import FACTORS, LIES, MASK, OPS, VECTOR, Op
 from . import native, torch_private
-from .layout import VECTOR_BYTES, lie_as_read, shaped_as, shown_as
-from .passes import Pass, Served
+from .layout import lie_as_read, shaped_as, shown_as
+from .passes import Pass, Repeat, Served
 from .quantize import with_codes
 from .reference import STATISTICS
 from .shapes import Layout, Layouts, RotatedLayouts
@@ -148,51 +148,13 @@ def repeat_of(
     grouped: Sequence[int],
     results: int,
     reads: int,
-) -> Callable[[Sequence[Tensor | None]], tuple | None]:
-    """A function of the tensors that a pass reads, with the shapes and dtypes of an earlier call,
-    that does the same as that call; None, and nothing done, where it has to be done another way.
-    results: how many of the tensors that are made it returns. reads: how many it reads.
-
-    In a step of a model this code has left the caches of the CPU when it runs: on the host of an
-    H100 it took 8 times as long as in a loop. So it is one function with few names.
+) -> Repeat:
+    """What repeats a call. results: how many of the tensors that are made it returns. reads: how
+    many it reads.
     """
-    allocated, cleared, shown = layout.made, layout.cleared, layout.shown
-    current_stream = torch_private.current_stream
     empty = torch_private.empty_strided_cuda if index >= 0 else _empty_strided_cpu
-
-    def repeat(tensors: Sequence[Tensor | None]) -> tuple | None:
-        starts, every = [], 0
-        for place, tensor in enumerate(tensors):
-            if tensor is None:
-                starts.append(0)
-            elif tensor.is_contiguous() or place in grouped:
-                start = tensor.data_ptr()
-                starts.append(start)
-                every |= start
-            else:
-                return None
-        if every % VECTOR_BYTES:
-            return None
-        made: list = []
-        for how in allocated:
-            if how is None:
-                made.append(None)
-                starts.append(0)
-            else:
-                tensor = empty(*how)
-                made.append(tensor)
-                starts.append(tensor.data_ptr())
-        for place in cleared:
-            made[place].zero_()
-        if tensor.get_device() != index:  # the last one made: another device is the current one
-            return None
-        if not launch(current_stream(index), starts):
-            return None
-        for place, *how in shown:
-            made[place] = shown_as(made[place], *how)
-        return tuple(made[:results])
-
-    return repeat
+    how = layout.made, layout.cleared, layout.shown, frozenset(grouped), index, results
+    return Repeat(*how, empty, torch_private.current_stream, launch, *in_parts(launch))
 
 
 def bind(plan: Any, run: Run = on_device) -> Kernels:
