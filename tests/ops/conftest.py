@@ -63,10 +63,14 @@ def as_on_a_gpu(device, no_memory):
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch):
-    """These tests choose the backend themselves, and know that the reference runs on the CPU."""
-    monkeypatch.delenv("TILENORM_BACKEND", raising=False)
-    with warnings.catch_warnings():
+def quiet():
+    """These tests choose the backend themselves, and know that the reference runs on the CPU.
+
+    The fixture `monkeypatch` would be made before those that pretend a GPU, and undone after them:
+    what a test replaces of a pretended GPU would come back.
+    """
+    with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings():
+        patched.delenv("TILENORM_BACKEND", raising=False)
         warnings.simplefilter("ignore", tilenorm.ReferenceWarning)
         yield
 

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -57,12 +58,11 @@ def frames(call: Callable) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [*OPS, ONE])
-def test_frames_up_to_the_launch(name, monkeypatch):
+def test_frames_up_to_the_launch(name):
     def prepare(index, stream, launches, arrays, numbered, addresses):
         return driver.repeating(lambda *_: 0, (), addresses)
 
-    with pretended_gpu(), torch.no_grad():
-        monkeypatch.setattr(cutile, "prepare", prepare)
+    with pretended_gpu(), torch.no_grad(), patch.object(cutile, "prepare", prepare):
         found = frames(called(name)[0])
     found = [name for name in found[: 1 + found.index("repeated")] if name not in STAND_INS]
     assert len(found) <= 5 + MORE.get(name, 0), found
