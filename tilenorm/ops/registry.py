@@ -12,10 +12,10 @@ from torch import Tensor
 from ..launch.calls import Needs
 from ..launch.target import MACHINES, MULTIPROCESSORS, Target
 from ..launch.toolchain import (
-    CUDA_TILE_MISSING,
     CompileError,
     ToolchainError,
     compiler_problem,
+    cuda_tile_missing,
     driver_version,
 )
 from ..launch.tuned.rules import MODULATED_ROW
@@ -69,8 +69,8 @@ class Implementation:
 
 
 def cutile_refuses(spec: NormSpec, rows: int, device: Device) -> str | None:
-    if CUDA_TILE_MISSING:
-        return CUDA_TILE_MISSING
+    if missing := cuda_tile_missing():
+        return missing
     if device.kind != "cuda":
         return f"the input is on {device.kind}; cuTile runs on NVIDIA GPUs"
     if device.target.arch not in MULTIPROCESSORS:
