@@ -15,6 +15,8 @@ from ..spec import FP8, GROUPS, LAYOUTS
 from ..table import FACTORS, MASK, OPS, OPTIONS, VECTOR, Op
 from .layout import leading_groups
 from .reference import statistics_dtype
+from .registry import check_backend
+from .rotation import check_positions
 from .sizes import divides, holds, known, same
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -51,6 +53,8 @@ def check(
         _check_float(name, "eps", eps, "a float" if layer else "a float or None")
     named = backend is None or isinstance(backend, str)
     check_argument(name, "backend", backend, named, "a str or None")
+    if backend is not None:
+        check_backend(name, backend)
     options = dict(zip(op.options, asked, strict=True))
     for option, value in options.items():
         if option not in ("scaling", "layout", "dtype", "rotary_dim"):
@@ -475,9 +479,5 @@ def check_values(positions: Tensor | None, cos: Tensor) -> bool:
     """
     if positions is None or is_compiling() or not settings().debug:
         return False
-    if positions.numel():
-        least, most = (int(end) for end in positions.aminmax())
-        if least < 0 or most >= cos.shape[0]:
-            takes = f"numbers from 0 to {cos.shape[0] - 1}, the rows of cos and sin"
-            raise wrong(ROPE, "positions", takes, f"{least} to {most}", IndexError)
+    check_positions(positions, cos)
     return True

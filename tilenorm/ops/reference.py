@@ -18,7 +18,7 @@ from ..spec import NormSpec, Options
 from ..table import FACTORS, MASK, OPS, VECTOR
 from .layout import rows_shape
 from .quantize import with_codes
-from .rotation import Turns, rotate, rotate_back
+from .rotation import Turns, check_positions, rotate, rotate_back
 from .sizes import known
 from .torch_private import fused_rms_norm, reshaped
 
@@ -39,6 +39,9 @@ def bind_forward(spec: NormSpec) -> Callable | None:
 
     def forward(tensors: tuple, eps: float) -> tuple:
         given, x = dict(zip(roles, tensors, strict=True)), tensors[0]
+        positions = given.get("positions")
+        if positions is not None and positions.is_cpu:  # PyTorch takes negative ones from the end
+            check_positions(positions, given["cos"])
         if has_operator and x.is_cpu and x.numel():
             found = _by_operator(plain, given, eps)
         else:
