@@ -46,8 +46,8 @@ def extension(tmp_path_factory):
     if native.state().extension is not None:
         yield
         return
-    if build.refused() or build.compiler_missing():
-        pytest.skip(build.refused() or build.compiler_missing())
+    if build.refused() or build.missing():
+        pytest.skip(build.refused() or build.missing())
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("TILENORM_CACHE_DIR", str(tmp_path_factory.mktemp("extension")))
         build.path.cache_clear()
