@@ -41,21 +41,14 @@ ONE_BY_ONE = ("layer_scale",)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def extension(tmp_path_factory):
-    """The extension: that of --native, or one that is built for these tests."""
-    if native.state().extension is not None:
-        yield
-        return
-    if build.refused() or build.missing():
+def extension(extension_file):
+    """The extension is in service."""
+    if extension_file is None:
         pytest.skip(build.refused() or build.missing())
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("TILENORM_CACHE_DIR", str(tmp_path_factory.mktemp("extension")))
-        build.path.cache_clear()
-        made = build.build(print)
-    build.path.cache_clear()
-    native.state().use(build.load(made))
-    yield
-    native.state().use(None)
+    before = native.state().extension
+    native.state().use(before or build.load(extension_file))
+    yield native.state().extension
+    native.state().use(before)
 
 
 @pytest.fixture(autouse=True)

@@ -108,7 +108,7 @@ class State:
             self.waits, self.reason = False, lacking
             return
         null = subprocess.DEVNULL
-        streams = {"stdin": null, "stdout": null, "stderr": null}
+        streams: dict[str, Any] = {"stdin": null, "stdout": null, "stderr": null}
         try:
             process = subprocess.Popen(
                 **build.beside(build.BUILD), **streams, start_new_session=True

@@ -28,6 +28,7 @@ SOURCE = HERE / "native.cpp"
 FLAGS = ("-shared", "-fPIC", "-O2", "-g0", "-fvisibility=hidden", f"-DTORCH_EXTENSION_NAME={NAME}")
 MOST_SECONDS = 600  # of the compiler
 MOST_CHECKING = 120  # seconds of the self-check, nearly all of which imports PyTorch
+LOCKED = "another process is building it"
 BUILD = "from tilenorm.__main__ import main; sys.exit(main(['build', '--aside']))"
 CHECK = "from tilenorm.ops.native.check import main; sys.exit(main(sys.argv[1]))"
 
@@ -277,5 +278,5 @@ def _locked(lock: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise BuildError("another process is building it") from None
+            raise BuildError(LOCKED) from None
         yield
