@@ -1,4 +1,4 @@
-"""How the extension in C++ calls CUDA's driver: a thread without a context, and a launch that fails.
+"""How the extension in C++ calls CUDA's driver: threads without a context, launches that fail.
 
 Functions in Python stand for the driver's. tests/launch/test_driver.py compares what the driver
 gets with what cuTile gives it.
