@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -73,13 +73,18 @@ def launches(gpu, monkeypatch) -> list[str]:
     return seen
 
 
+@cache
+def _counts(file: str) -> bool:
+    path = Path(file)
+    return PACKAGE in path.parents and path.parent.name not in ROOMS
+
+
 def entered(call: Callable) -> list[str]:
     """The functions of the package that a call enters, kernels left out."""
     seen: list[str] = []
 
     def profile(frame, event, _):
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and PACKAGE in path.parents and path.parent.name not in ROOMS:
+        if event == "call" and _counts(frame.f_code.co_filename):
             seen.append(frame.f_code.co_name)
 
     sys.setprofile(profile)
@@ -121,13 +126,14 @@ def test_each_function_and_module(name, dtypes):
         for n, t in tensors.items():
             t.requires_grad_(n in asked)
         calls = []
-        for _ in range(WARM + 1):
+        for number in range(WARM + 1):
             for t in tensors.values():
                 t.grad = None
+            watched = entered if number == WARM else lambda call: call() or []
             made: list[dict] = []
-            forward = entered(lambda made=made: made.append(function(*rows)))
+            forward = watched(lambda made=made: made.append(function(*rows)))
             [outputs] = made
-            behind = entered(partial(backward, outputs)) if asked else []
+            behind = watched(partial(backward, outputs)) if asked else []
             calls.append([*outputs.values(), *[t.grad for t in tensors.values()]])
         for later in calls[1:]:
             for one, other in zip(calls[0], later, strict=True):
