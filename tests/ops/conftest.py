@@ -6,7 +6,7 @@ import torch
 import tilenorm
 from tests.stand_in_compiler import compiling_gpu
 from tilenorm.launch import plan, toolchain
-from tilenorm.ops import cutile, reference, registry
+from tilenorm.ops import cutile, native, reference, registry
 from tilenorm.tools import info, precompile
 from tilenorm.tools.cubin import Resources
 
@@ -50,6 +50,15 @@ def no_memory():
     caches = toolchain.compiler_problem, toolchain.toolkit_problem, registry.device_of
     with forgotten(*CACHES, *caches, plan.plan_forward, plan.plan_backward):
         yield
+
+
+@pytest.fixture
+def in_python():
+    """In the test no extension in C++ serves, also with --native."""
+    extension = native.state().extension
+    native.state().use(None)
+    yield
+    native.state().use(extension)
 
 
 @pytest.fixture

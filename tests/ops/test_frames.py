@@ -1,4 +1,7 @@
-"""How many of the package's Python functions a warm call runs, and what it allocates."""
+"""How many of the package's Python functions a warm call runs, and what it allocates.
+
+test_native.py tests that an extension in C++ leaves none of them.
+"""
 
 import sys
 from collections.abc import Callable
@@ -58,7 +61,7 @@ def frames(call: Callable) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [*OPS, ONE])
-def test_frames_up_to_the_launch(name):
+def test_frames_up_to_the_launch(name, in_python):
     def prepare(index, stream, launches, arrays, numbered, addresses):
         return driver.repeating(lambda *_: 0, (), addresses)
 
@@ -91,7 +94,7 @@ def test_frames_by_pytorchs_operators(name):
         ("rms_norm_rope", 2, 7),
     ],
 )
-def test_allocations_of_a_warm_call(name, forward, both, monkeypatch):
+def test_allocations_of_a_warm_call(name, forward, both, in_python, monkeypatch):
     made, empty = [], cutile._empty_strided_cpu
 
     def counted(*how):

@@ -4,12 +4,15 @@ to Python.
 The kernels are interpreted. What a call enters in Python tells which path has served it.
 """
 
+import copy
 import gc
+import pickle
 import sys
 import threading
 import weakref
 from collections.abc import Callable
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -42,21 +45,14 @@ ONE_BY_ONE = ("layer_scale",)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def extension(tmp_path_factory):
-    """The extension: that of --native, or one that is built for these tests."""
-    if native.state().extension is not None:
-        yield
-        return
-    if build.refused() or build.compiler_missing():
-        pytest.skip(build.refused() or build.compiler_missing())
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("TILENORM_CACHE_DIR", str(tmp_path_factory.mktemp("extension")))
-        build.path.cache_clear()
-        made = build.build(print)
-    build.path.cache_clear()
-    native.state().use(build.load(made))
-    yield
-    native.state().use(None)
+def extension(extension_file):
+    """The extension is in service."""
+    if extension_file is None:
+        pytest.skip(build.refused() or build.missing())
+    before = native.state().extension
+    native.state().use(before or build.load(extension_file))
+    yield native.state().extension
+    native.state().use(before)
 
 
 @pytest.fixture(autouse=True)
@@ -78,13 +74,18 @@ def launches(gpu, monkeypatch) -> list[str]:
     return seen
 
 
+@cache
+def _counts(file: str) -> bool:
+    path = Path(file)
+    return PACKAGE in path.parents and path.parent.name not in ROOMS
+
+
 def entered(call: Callable) -> list[str]:
     """The functions of the package that a call enters, kernels left out."""
     seen: list[str] = []
 
     def profile(frame, event, _):
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and PACKAGE in path.parents and path.parent.name not in ROOMS:
+        if event == "call" and _counts(frame.f_code.co_filename):
             seen.append(frame.f_code.co_name)
 
     sys.setprofile(profile)
@@ -126,13 +127,14 @@ def test_each_function_and_module(name, dtypes):
         for n, t in tensors.items():
             t.requires_grad_(n in asked)
         calls = []
-        for _ in range(WARM + 1):
+        for number in range(WARM + 1):
             for t in tensors.values():
                 t.grad = None
+            watched = entered if number == WARM else lambda call: call() or []
             made: list[dict] = []
-            forward = entered(lambda made=made: made.append(function(*rows)))
+            forward = watched(lambda made=made: made.append(function(*rows)))
             [outputs] = made
-            behind = entered(partial(backward, outputs)) if asked else []
+            behind = watched(partial(backward, outputs)) if asked else []
             calls.append([*outputs.values(), *[t.grad for t in tensors.values()]])
         for later in calls[1:]:
             for one, other in zip(calls[0], later, strict=True):
@@ -398,15 +400,177 @@ def test_the_profiler_and_anomaly_mode_see_a_call():
         y.backward(torch.ones_like(y))
 
 
-def test_checkpointing_and_compiled_graphs():
-    expected = warmed()
+def test_compiled_graphs(dynamo):
+    warmed()
     given = leaves(*THREE)
-    y = checkpoint(lambda x: layer(given | {"input": x}), given["input"], use_reentrant=False)
-    y.backward(torch.ones_like(y))
-    assert all(map(torch.equal, expected, [t.grad for t in given.values()]))
-    torch._dynamo.reset()
     y = torch.compile(layer, fullgraph=True, backend="aot_eager")(given)
     torch.testing.assert_close(y, layer(given), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(reentrant):
+    expected, given = warmed(), leaves(*THREE)
+    for _ in range(2):
+        for t in given.values():
+            t.grad = None
+        y = checkpoint(
+            lambda x, w, b: layer(dict(zip(THREE, (x, w, b), strict=True))),
+            *given.values(),
+            use_reentrant=reentrant,
+        )
+        y.backward(torch.ones_like(y))
+        assert all(map(torch.equal, expected, [t.grad for t in given.values()]))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_autograd(dynamo):
+    expected = warmed()
+    for _ in range(2):
+        given = leaves(*THREE)
+        y = layer(given)
+        assert y.grad_fn.name() == "TilenormBackward"
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            y.backward(torch.ones_like(y))
+        for one, t in zip(expected, given.values(), strict=True):
+            torch.testing.assert_close(t.grad, one)
+
+
+def test_deterministic_mode(monkeypatch):
+    """PyTorch then fills memory that is not written. The kernels write all of theirs."""
+    expected = warmed()
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert all(map(torch.equal, expected, warmed()))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = tilenorm.RMSNorm(N), tilenorm.LayerNorm(N)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def of_module(model: nn.Module) -> list[torch.Tensor]:
+    """The output and the gradients of a step."""
+    model.zero_grad()
+    y = model(x := random(5, N).requires_grad_())
+    y.backward(torch.ones_like(y))
+    return [y.detach(), x.grad, *[p.grad for p in model.parameters()]]
+
+
+def warmed_module() -> tuple[nn.Module, list[torch.Tensor]]:
+    model = Two()
+    expected = of_module(model)
+    for _ in range(WARM):
+        of_module(model)
+    return model, expected
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "file"]
+)
+def test_copies_of_modules(copied):
+    model, expected = warmed_module()
+    other = copied(model)
+    assert all(map(torch.equal, expected, of_module(other)))
+    x = random(5, N)
+    assert is_served(lambda: other.first(x), 3) == is_served(lambda: model.first(x), 3)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_of_a_module_that_has_been_served(strict):
+    model, expected = warmed_module()
+    x = random(5, N)
+    exported = torch.export.export(model, (x,), strict=strict)
+    calls = [node.name for node in exported.graph.nodes if node.op == "call_function"]
+    assert any("rms_norm" in name for name in calls)
+    torch.testing.assert_close(exported.module()(x), expected[0])
+    assert all(map(torch.equal, expected, of_module(model)))
+
+
+def test_transforms_of_a_call_that_has_been_served():
+    warmed()
+    x, w = random(5, N), random(N, seed=1)
+
+    def f(x, w):
+        return tilenorm.rms_norm(x, (N,), w, 1e-6).square().mean()
+
+    def g(x, w):
+        return nn.functional.rms_norm(x, (N,), w, 1e-6).square().mean()
+
+    for _ in range(WARM):
+        f(x.clone().requires_grad_(), w).backward()
+        f(x, w)
+    for transform in (torch.func.grad, torch.func.jacrev, torch.func.jacfwd, torch.func.hessian):
+        if transform is torch.func.hessian:
+            x = x[:1, :8]
+            f, g = (
+                lambda x, w, f=f: f(nn.functional.pad(x, (0, N - 8), value=0.5), w) for f in (f, g)
+            )
+        torch.testing.assert_close(transform(f)(x, w), transform(g)(x, w), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="autograd's threads do not live in a fork")
+def test_a_forked_process():
+    """It has the extension of its parent, and what that has learnt."""
+    model, expected = warmed_module()
+    context = torch.multiprocessing.get_context("fork")
+    told = context.SimpleQueue()
+
+    def child():
+        found = []
+        try:
+            names = entered(lambda: found.extend(of_module(model)))
+            told.put((all(map(torch.equal, expected, found)), "checked" in names))
+        except Exception as error:
+            told.put(repr(error))
+
+    process = context.Process(target=child)
+    process.start()
+    assert told.get() == (True, False)
+    process.join()
+    assert process.exitcode == 0
+
+
+def together(*functions: Callable) -> None:
+    """Call functions, each in a thread. Raises what one of them raises."""
+    start = threading.Barrier(len(functions))
+    with ThreadPoolExecutor(len(functions)) as threads:
+        for called in [threads.submit(lambda f=f: (start.wait(), f())) for f in functions]:
+            called.result()
+
+
+def test_threads_in_other_modes():
+    """As of DataParallel: each thread has its own mode, and one module serves them all."""
+    model, expected = warmed_module()
+    x, wrong = random(5, N), []
+
+    def infer():
+        for _ in range(10):
+            with torch.no_grad():
+                y = model(x)
+            wrong.extend([y] * (y.requires_grad or not torch.equal(y, expected[0])))
+
+    def train():
+        for _ in range(10):
+            mine = copy.copy(x).requires_grad_()
+            y = model(mine)
+            (dx,) = torch.autograd.grad(y, mine, torch.ones_like(y))
+            wrong.extend([dx] * (not torch.equal(dx, expected[1])))
+
+    def transformed():
+        for _ in range(3):
+            y = torch.func.vmap(model)(x[None])[0].detach()
+            wrong.extend([y] * (not torch.allclose(y, expected[0], atol=1e-5)))
+
+    together(infer, train, infer, transformed)
+    assert not wrong
 
 
 def test_threads():
@@ -422,11 +586,7 @@ def test_threads():
                 n for n, t in zip(given, expected, strict=True) if not torch.equal(given[n].grad, t)
             )
 
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(run, run, run, run)
     assert not wrong
 
 

@@ -94,11 +94,12 @@ def call(
                         made = apply((own, bound, bound.training), *tensors)
                     elif (made := bound.inference.repeated(tensors, own)) is None:
                         made = bound.inference.cold(tensors, own)
-                    if NATIVE.served is not None:
+                    if NATIVE.served is None:
+                        if NATIVE.waits:
+                            NATIVE.look()
+                    elif bound.inference.ready or bound.training.ready:
                         arguments_of = op, tensors, normalized_shape, eps, asked, backend
                         tell(bound, own, recorded, arguments_of)
-                    elif NATIVE.waits:
-                        NATIVE.look()
                     return made
     if known is None and arguments.is_sequence(OPS[op], tensors):
         tensors = arguments.spread(OPS[op], tensors)

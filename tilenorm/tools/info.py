@@ -20,6 +20,7 @@ from ..launch.toolchain import (
     driver_version,
     package_version,
 )
+from ..ops import native
 from ..ops.registry import Device, device_of, record_failure, refusals
 from ..ops.torch_private import rms_norm_of_torch
 from ..spec import NormSpec
@@ -35,6 +36,7 @@ def information() -> tuple[list[str], list[str]]:
     lines = [f"python {platform.python_version()}"]
     lines += [f"{name} {package_version(name)}" for name in PACKAGES]
     lines.append(f"RMSNorm of torch on CUDA: {rms_norm_of_torch()}")
+    lines.append(f"repeated calls: {native.state().told()}")
     if not cuda_tile_missing():
         lines += [*_toolchain(wrong), *_tables(wrong)]
     devices: list[tuple] = [("cuda", i) for i in range(torch.cuda.device_count())]
