@@ -210,11 +210,14 @@ class _Plain(NamedTuple):
         form, kind = self.form, kind or ("gated_" if self.number == 2 else "")
         weight, bias = (name if name in self.parameters else "None" for name in ("weight", "bias"))
         eps = attribute(form.eps) if isinstance(form.eps, str) else repr(form.eps)
+        offset = form.offset
+        if form.rounds_offset and form.weight:
+            weight, offset = f"{weight} + {offset!r}", 0.0
         given = [*(tensors or self.tensors), "sizes", weight]
         given += [bias, eps] if form.norm == "layer" else [eps]
         given += [f"bias={bias}"] if form.norm == "rms" and form.bias else []
         options: dict[str, tuple[Any, Any]] = {
-            "offset": (form.offset, 0.0),
+            "offset": (offset, 0.0),
             "rounding": (form.rounding, "late"),
         }
         if kind == "gated_":
