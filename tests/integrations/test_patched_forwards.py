@@ -16,7 +16,7 @@ from tilenorm.ops import functional
 
 from ..ops.helpers import random
 from .drawn_norms import gated_norm
-from .norms import Custom, N
+from .norms import Custom, N, UnitOffset
 
 PACKAGE = tilenorm.__path__[0]
 
@@ -69,6 +69,7 @@ NORMS = {
     "rms_norm": lambda: nn.RMSNorm(N),
     "rms_norm of Llama": lambda: LlamaRMSNorm(N),
     "rms_norm of an own class": Custom,
+    "rms_norm of litgpt's Gemma": UnitOffset,
 }
 X = random(3, 5, N)
 

@@ -36,6 +36,7 @@ LAYER = "layer_norm offset=0.0 rounding=late eps=1e-05"
 EARLY = RMS.replace("late", "early") + " output_dtype=promote_types(input, weight)"
 DRAWN = RMS.replace("-06", "-05")
 ONE_DTYPE = RMS.replace("late", "early") + ", or its own forward for mixed dtypes"
+ROUNDED_OFFSET = RMS.replace("=0.0", "=1.0 (rounded to the weight's dtype)")
 GROUPS = "gated_" + EARLY.replace(
     " output", " groups=3 norm_before_gate=False activation=silu output"
 )
@@ -54,6 +55,9 @@ RECOGNISED = {
         f"gated_{LAYER} norm_before_gate=True activation=sigmoid",
     ),
     "the weight's dtype": (lambda: with_parts({"x̂": "weight"}), ONE_DTYPE.replace("-06", "-05")),
+    "litgpt's Gemma": (lambda: norms.UnitOffset(), ROUNDED_OFFSET),
+    "RMSGainCenterNorm": (lambda: norms.GainCenter(1.0), ROUNDED_OFFSET),
+    "RMSGainCenterNorm of 0": (lambda: norms.GainCenter(0.0), RMS),
     "Cohere by heads": (lambda: CohereLayerNorm((4, N)), LAYER),
     "Llama": (lambda: LlamaRMSNorm(N), EARLY),
     "Qwen3-Next gated": (
@@ -108,7 +112,6 @@ PARTS = {
     ("shape", (3, 1)): r"its parameters are g \[3, 1\], not a number for each column",
     ("shape", (2, 3, 8)): r"its parameters have shape \[2, 3, 8\], more than a row for each head",
     ("shape", (0,)): r"its parameters are empty \(g \[0\]\)",
-    ("offset", 1.0): ROUNDS_DIFFERENTLY,  # in 16 bits, 1 + g is rounded. Gemma casts g first.
     ("early", "no gradients"): "but not for a run without gradients",
     ("early", "strided"): "but not for strided inputs",
     ("early", "too long"): "its forward branches on sizes",

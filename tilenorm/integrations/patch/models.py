@@ -117,11 +117,11 @@ def patch(
             patched if where returns true for one of its names.
         residual: whether blocks also add and normalise in one pass (add_rms_norm, add_layer_norm).
             The source of a block's forward is read. Where it has `self.norm(a + b)`, or `x = a + b`
-            before `y = self.norm(x)` with nothing but copies of x between them, the block's class
-            becomes a subclass whose forward computes both at once. The outputs have the same bits.
-            The gradient of the sum is rounded once instead of twice. The sum is contiguous, where
-            that of two permuted tensors has their strides. A norm with hooks, and terms of several
-            shapes or dtypes, run as before.
+            before a statement with `self.norm(x)`, the block's class becomes a subclass whose
+            forward computes both at once. Only names, constants, attributes and an `if` may stand
+            between them, for which no other code runs. The outputs have the same bits. The gradient
+            of the sum is rounded once instead of twice. A norm with hooks, and terms of several
+            shapes or dtypes, run as before. The sum is contiguous, whatever strides the terms have.
         modulation: whether blocks also modulate in the pass of the norm (modulated_rms_norm,
             modulated_layer_norm), as the adaptive norms of diffusion transformers do. The source is
             read in the same way. Where it has `self.norm(x) * (1 + a) + b`, or `y = self.norm(x)`

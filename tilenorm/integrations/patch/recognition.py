@@ -208,8 +208,9 @@ def _rounded_form(module: nn.Module, form: Form, trials: list[Trial]) -> Form:
             by_dtypes.setdefault(trial.dtypes, []).append(trial)
     needed = {dtypes for dtypes in by_dtypes if len({*dtypes} - {None}) == 1}
     forms = {}
-    for chosen in ROUNDINGS:
-        rounded = replace(form, **chosen)
+    offsets = (False, True) if form.offset else (False,)
+    for rounds_offset, chosen in product(offsets, ROUNDINGS):
+        rounded = replace(form, rounds_offset=rounds_offset, **chosen)
         fitting = [d for d, tried in by_dtypes.items() if all(t.fits(rounded) for t in tried)]
         if needed <= {*fitting}:
             forms[rounded] = fitting
