@@ -98,8 +98,8 @@ class Kernels:
         stream = torch_private.current_stream(index)
         again = prepare(index, stream, launches, arrays, numbered, count)
         native.state().want(index)
-        kind = native_repeat_of if native.state().extension else repeat_of
-        return results, again and kind(again, layout, index, self.grouped, self._results, len(read))
+        how = layout, index, self.grouped, self._results, len(read)
+        return results, again and repeat_of(again, *how)
 
     def _launched(self, tensors: Sequence[Tensor | None], eps: float) -> tuple:
         x: Any = tensors[self.input]
@@ -125,22 +125,6 @@ class Kernels:
         return tuple(made[: self._results]), layout, *launched
 
 
-def native_repeat_of(
-    launch: Repeated,
-    layout: Layout,
-    index: int,
-    grouped: Sequence[int],
-    results: int,
-    reads: int,
-) -> Callable[[Sequence[Tensor | None]], tuple | None]:
-    """As repeat_of, by the extension in C++. It calls `launch` where that is of the tests."""
-    made = [how and tuple(how) for how in layout.made]
-    launches = getattr(launch, "launches", launch)
-    places = list(grouped), made, layout.cleared, layout.shown
-    context = primary_context(index)
-    return native.state().extension.repeat(index, context, reads, *places, results, launches)
-
-
 def repeat_of(
     launch: Repeated,
     layout: Layout,
@@ -148,10 +132,18 @@ def repeat_of(
     grouped: Sequence[int],
     results: int,
     reads: int,
-) -> Repeat:
-    """What repeats a call. results: how many of the tensors that are made it returns. reads: how
-    many it reads.
+) -> Any:
+    """What repeats a call: a Repeat, or the extension's function of the tensors, which returns the
+    results or None. In tests that function calls `launch`.
+
+    results: how many of the tensors that are made it returns. reads: how many it reads.
     """
+    extension = native.state().extension
+    if extension is not None:
+        made = [how and tuple(how) for how in layout.made]
+        launches = getattr(launch, "launches", launch)
+        places = list(grouped), made, layout.cleared, layout.shown
+        return extension.repeat(index, primary_context(index), reads, *places, results, launches)
     empty = torch_private.empty_strided_cuda if index >= 0 else _empty_strided_cpu
     how = layout.made, layout.cleared, layout.shown, frozenset(grouped), index, results
     return Repeat(*how, empty, torch_private.current_stream, launch, *in_parts(launch))

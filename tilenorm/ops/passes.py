@@ -101,7 +101,8 @@ class Pass:
         repeat: Any = self.ready.get(self.key(tensors, eps) if self.grouped else key)
         if type(repeat) is not Repeat:  # the extension's function, or nothing
             return repeat and repeat(tensors)
-        fresh, cleared, shown, strided, index, results, empty, stream, launch, *parts = repeat
+        fresh, cleared, shown, strided, index, results = repeat[:6]
+        empty, stream, launch, idle, write, queue = repeat[6:]
         starts, every = [], 0
         for place, tensor in enumerate(tensors):
             if tensor is None:
@@ -127,8 +128,6 @@ class Pass:
             made[place].zero_()
         if tensor.get_device() != index:  # the last one made: another device is the current one
             return None
-        parts_of: Any = parts
-        idle, write, queue = parts_of
         failed = not idle
         if idle:
             copy = idle.pop()
