@@ -17,7 +17,7 @@ from tilenorm.ops import native
 from tilenorm.ops.native import build
 
 from ..ops.pretended import pretended_gpu
-from ..ops.test_native import entered
+from ..ops.served import entered
 from .test_wrappers import alone, block, compare, rows_of, sharded, trained
 from .world import device, on_every_rank
 
