@@ -20,7 +20,8 @@ from .classes import (
     title,
 )
 from .likeness import likeness
-from .recognition import Unrecognised, looks_like_a_norm, recognise
+from .recognition import looks_like_a_norm, recognise
+from .twin import Unrecognised, place_of
 
 Result = type[nn.Module] | str  # the patched class of a module, or the reason why it is left
 
@@ -70,6 +71,8 @@ class Report:
 
     def __str__(self) -> str:
         """One line for each combination of class and result, with the names of its modules."""
+        if not self.patched and not self.left:
+            return "no norm was found"
         names_by_result = {}
         for text, entries in (("runs {}", self.patched), ("is not patched ({})", self.left)):
             for name, cls, how in entries:
@@ -199,4 +202,4 @@ def _result(
     except Unrecognised as reason:
         return str(reason)
     except Exception as error:  # a module that cannot be tried must not stop those that can
-        return f"trying it raised {type(error).__name__}: {error}"
+        return f"trying it raised {place_of(error)}"
