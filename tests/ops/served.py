@@ -23,12 +23,14 @@ def _counts(file: str) -> bool:
     return PACKAGE in path.parents and path.parent.name not in ROOMS
 
 
-def entered(call: Callable) -> list[str]:
-    """The functions of the package that a call enters, kernels left out."""
+def entered(call: Callable, counts: Callable[[str], bool] = _counts) -> list[str]:
+    """The functions that a call enters in files that count: those of the package, without kernels
+    and what the interpreter calls of launch/.
+    """
     seen: list[str] = []
 
     def profile(frame, event, _):
-        if event == "call" and _counts(frame.f_code.co_filename):
+        if event == "call" and counts(frame.f_code.co_filename):
             seen.append(frame.f_code.co_name)
 
     sys.setprofile(profile)

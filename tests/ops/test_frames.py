@@ -3,7 +3,6 @@
 test_native.py tests that an extension in C++ leaves none of them.
 """
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from tilenorm.ops.torch_private import fused_rms_norm
 from tilenorm.table import OPS
 
 from .pretended import pretended_gpu
+from .served import entered
 from .uses import USES
 
 B = torch.bfloat16
@@ -45,19 +45,7 @@ def frames(call: Callable) -> list[str]:
     """The names of the package's functions that a warm call enters."""
     for _ in range(3):
         call()
-    entered: list[str] = []
-
-    def profile(frame, event, _):
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(PACKAGE):
-            entered.append(code.co_name)
-
-    sys.setprofile(profile)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return entered
+    return entered(call, lambda file: file.startswith(PACKAGE))
 
 
 @pytest.mark.parametrize("name", [*OPS, ONE])
