@@ -261,7 +261,8 @@ def _about_first_calls(record: Record) -> tuple[str, str]:
 
 
 def _about_hosts(record: Record) -> tuple[str, str]:
-    times = {(h.op, h.provider): h for h in record.hosts if h.way == "call" and not h.error}
+    way = min(h.way for h in record.hosts)  # of calls and steps, calls
+    times = {(h.op, h.provider): h for h in record.hosts if h.way == way and not h.error}
     ops = list(dict.fromkeys(op for op, _ in times))
     ratios = (
         [getattr(times[op, report.OURS], way) / getattr(times[op, "torch"], way) for op in ops]
@@ -269,7 +270,7 @@ def _about_hosts(record: Record) -> tuple[str, str]:
     )
     alone, both = (report.spread_of(of, ".2f") for of in ratios)
     answer = f"{alone} × PyTorch's, {both} with a backward"
-    return f"{', '.join(ops)}: host time of a call", answer
+    return f"{', '.join(ops)}: host time of a {way}", answer
 
 
 def _about_turns(record: Record) -> tuple[str, str]:

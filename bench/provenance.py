@@ -59,7 +59,7 @@ def describe_run(device: str, arguments: list[str], absent: dict[str, str]) -> d
         "torch": torch.__version__,
         "rms_norm": rms_norm_of_torch(),
         "cuda": torch.version.cuda,
-        "tileiras": None if toolchain.CUDA_TILE_MISSING else toolchain.compiler_version(),
+        "tileiras": None if toolchain.cuda_tile_missing() else toolchain.compiler_version(),
         "packages": {name: _version(name) for name in PACKAGES},
         "tilenorm": tilenorm.__version__,
         "commit": _commit(),

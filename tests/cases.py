@@ -20,7 +20,7 @@ from tilenorm.launch import heuristics
 from tilenorm.launch.calls import Needs, every_gradient
 from tilenorm.launch.config import Backward, Config, tile_width
 from tilenorm.launch.target import Target
-from tilenorm.launch.tuned import TABLES
+from tilenorm.launch.tuned.tables import TABLES
 from tilenorm.spec import NormSpec
 from tilenorm.table import MODULATED_NORMS, NORMS
 

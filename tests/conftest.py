@@ -1,5 +1,6 @@
 import itertools
 import os
+import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from .ops.helpers import NEEDS_GPU
 from .ops.pretended import forgotten
 from .stand_in_compiler import Compiler
 
+EXTENSION = "TESTS_EXTENSION"  # a variable: the file of the extension that serves
 ALL = "test_accuracy"  # all cases of this test are quick
 
 
@@ -29,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--native"):
         # Processes of pytest-xdist inherit the variable, and another cache folder.
-        extension = Path(os.environ.setdefault("TESTS_EXTENSION", str(build.path())))
+        extension = Path(os.environ.setdefault(EXTENSION, str(build.path())))
         if not extension.exists():
             raise pytest.UsageError("--native: first run `python -m tilenorm build`")
         native.state().use(build.load(extension))
@@ -96,6 +98,32 @@ def tested_by(item: pytest.Item) -> set:
         for config in [cases.config(direction, spec, cases.target(arch))]
     }
     return {arch, *schedules} if spec.hidden > cases.NARROW else {arch, *schedules, *values}
+
+
+@pytest.fixture(scope="session")
+def extension_file(tmp_path_factory) -> Path | None:
+    """The extension in C++: that of --native, or one that is built for these tests, once for all
+    processes of pytest-xdist. None where there is no compiler.
+    """
+    if EXTENSION in os.environ:
+        return Path(os.environ[EXTENSION])
+    if build.refused() or build.missing():
+        return None
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    try:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setenv("TILENORM_CACHE_DIR", str(folder / "extension"))
+            build.path.cache_clear()
+            while True:
+                try:
+                    return build.build(print)
+                except build.BuildError as error:
+                    if str(error) != build.LOCKED:
+                        raise
+                time.sleep(0.5)
+    finally:
+        build.path.cache_clear()
 
 
 @pytest.fixture

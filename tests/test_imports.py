@@ -1,4 +1,4 @@
-"""Rules for every file: which imports it may have, what a module may hold, how long it may be."""
+"""Rules for every file: which imports it may have, and what a module may hold."""
 
 import ast
 import subprocess
@@ -37,7 +37,6 @@ ALLOWED = {
 # Device code: of the standard library, groups of constants and their types alone.
 NO_STANDARD_LIBRARY = {"kernels"}
 MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
-MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 70
 MAX_PARAMETERS = 9  # of a function that a kernel calls
 
@@ -123,13 +122,6 @@ def nothing_writes_to_a_table() -> Violations:
                     yield path, node.lineno, f"{name} is written"
 
 
-def files_are_short() -> Violations:
-    for path in ALL:
-        lines = len(path.read_text().splitlines())
-        if lines > MAX_FILE_LINES:
-            yield path, lines, f"longer than {MAX_FILE_LINES} lines"
-
-
 def kernel_functions_are_short_and_helpers_take_few_parameters() -> Violations:
     """A kernel itself may take more: its arrays, and its constants in groups."""
     for path, node in nodes(KERNELS):
@@ -159,7 +151,6 @@ RULES = (
     nothing_imports_tests_or_bench,
     modules_hold_no_mutable_state,
     nothing_writes_to_a_table,
-    files_are_short,
     kernel_functions_are_short_and_helpers_take_few_parameters,
 )
 

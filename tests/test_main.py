@@ -53,6 +53,7 @@ def test_info(capsys):
     out = capsys.readouterr().out
     assert f"torch {torch.__version__.split('+')[0]}" in out
     words = ("python ", "cuda-tile ", "compiler ", "compile cache ", "RMSNorm of torch on CUDA: ")
+    words = *words, "repeated calls: "
     assert all(word in out for word in words)
     for op in NORMS:
         assert f"  {op}: " in out

@@ -110,7 +110,7 @@ def test_commands_say_that_it_is_missing(said):
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 def test_one_that_does_not_load(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.tile", ModuleType("a part of it"))
-    missing = runpy.run_module("tilenorm.launch.toolchain")["CUDA_TILE_MISSING"]
+    missing = runpy.run_module("tilenorm.launch.toolchain")["cuda_tile_missing"]()
     assert missing.startswith("cuda-tile does not load (cannot import name '_compile' from 'a part")
 
 

@@ -1,11 +1,12 @@
 """RMSNorm and LayerNorm for NVIDIA GPUs in cuTile: forward and backward, with what surrounds them.
 
-Importing this never touches CUDA.
+Importing this never touches CUDA. It takes little time, because engines and data workers do it in
+every process: what models and tools alone use is imported when it is first asked for.
 """
 
-from .integrations.aten import disable, enable, override
-from .integrations.compile import compile
-from .integrations.patch import patch, unpatch
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .nn import LayerNorm, ModulatedLayerNorm, ModulatedRMSNorm, RMSNorm
 from .ops.decompositions import decompositions
 from .ops.functional import (
@@ -31,8 +32,24 @@ from .ops.functional_quantized import (
 )
 from .ops.quantize import QuantizedNorm
 from .ops.registry import ReferenceWarning
-from .tools.explain import explain
 
+if TYPE_CHECKING:  # __getattr__ imports these
+    from . import integrations as integrations
+    from .integrations.aten import disable, enable, override
+    from .integrations.compile import compile
+    from .integrations.patch import patch, unpatch
+    from .tools.explain import explain
+
+# The module of each public name that is imported when it is first asked for.
+_MODULE_OF = {
+    "compile": "integrations.compile",
+    "disable": "integrations.aten",
+    "enable": "integrations.aten",
+    "explain": "tools.explain",
+    "override": "integrations.aten",
+    "patch": "integrations.patch",
+    "unpatch": "integrations.patch",
+}
 __all__ = [
     "LayerNorm",
     "ModulatedLayerNorm",
@@ -68,3 +85,18 @@ __all__ = [
     "unpatch",
 ]
 __version__ = "0.3.0"
+
+
+if not TYPE_CHECKING:  # a type checker would then take every name for one that is there
+
+    def __getattr__(name: str) -> Any:
+        """A name that the package does not have yet. Python calls this for such names alone."""
+        if name == "integrations":
+            return import_module(".integrations", __name__)
+        if name in _MODULE_OF:
+            return getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "integrations"})

@@ -8,7 +8,7 @@ from functools import partial
 from . import __version__
 from .launch import user_table
 from .launch.target import TARGETS, Target
-from .launch.toolchain import CUDA_TILE_MISSING, CompileError
+from .launch.toolchain import CompileError, cuda_tile_missing
 from .tools import options
 from .tools.explain import explain_spec, planned_device
 from .tools.info import information
@@ -21,8 +21,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command; the exit status is 0 unless something is wrong."""
     parser = _parser()
     asked = parser.parse_args(argv)
-    if CUDA_TILE_MISSING and asked.run not in (info, explain):
-        parser.error(CUDA_TILE_MISSING)
+    if asked.run not in (info, explain) and (missing := cuda_tile_missing()):
+        parser.error(missing)
     try:
         return asked.run(asked)
     except RefusedError as refused:

@@ -29,7 +29,6 @@ def test_text_between_markers_is_what_the_records_print(path):
     assert path.read_text() == documents.rewritten(path)
     assert path.read_text().count("<!-- ") == 2 * len(blocks) > 0
     assert all(block.is_drawn(path.parent) for block in blocks if block.kind == "plot")
-    assert len(path.read_text().splitlines()) <= 200
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.jsonl")), ids=lambda path: path.stem)

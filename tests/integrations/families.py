@@ -98,7 +98,10 @@ def _line(module: nn.Module, entry: Patched | Left) -> str | None:
 
 
 def _text(result: str) -> str:
-    """A result without the values of eps and of sizes, in which norms of one class differ."""
+    """A result without the values of eps and of sizes, in which norms of one class differ, and
+    without the lines of files, in which versions of a library differ.
+    """
+    result = re.sub(r" in line \d+ of (\S+)", r" in \1", result)
     return re.sub(r" eps=\S+", "", re.sub(r"\[[\d, ]+\]", "[…]", result)).replace("|", "\\|")
 
 

@@ -1,6 +1,7 @@
 """Norm modules for tests of patch, beside those that drawn_norms draws."""
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 N = 24
@@ -20,6 +21,28 @@ class Custom(nn.Module):
 
     def forward(self, x):
         return (rms(x.float(), self.eps) * self.weight).to(x.dtype)
+
+
+class UnitOffset(Custom):
+    """litgpt's RMSNorm of Gemma: 1 + weight is rounded to the weight's dtype."""
+
+    def forward(self, x):
+        dtype = x.dtype
+        normed = rms(x.float(), self.eps)
+        weight = 1 + self.weight
+        return (normed * weight.float()).to(dtype=dtype)
+
+
+class GainCenter(nn.RMSNorm):
+    """torchtitan's RMSGainCenterNorm."""
+
+    def __init__(self, gain_center):
+        super().__init__(N, eps=1e-6)
+        self.gain_center = gain_center
+
+    def forward(self, x):
+        weight = self.weight + self.gain_center
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
 class Scale(nn.Module):

@@ -308,13 +308,15 @@ def replaced_forward():
     return block
 
 
-NOT_ROTATED = "no rotation stands behind patched norms of queries and keys"
+NOTHING = (
+    "no sum right before or modulation right behind or rotation of heads behind a patched norm"
+)
 LEFT = [
     (WithSuper, "super()"),
-    (SumElsewhere, "no sum of two terms stands right before a patched norm"),
-    (ModulatedElsewhere, "no modulation stands right behind a patched norm"),
-    (UsedBesides, NOT_ROTATED),
-    (NoRotation, NOT_ROTATED),
+    (SumElsewhere, NOTHING),
+    (ModulatedElsewhere, NOTHING),
+    (UsedBesides, NOTHING),
+    (NoRotation, NOTHING),
     (replaced_forward, UNREACHED),
 ]
 

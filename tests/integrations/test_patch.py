@@ -121,8 +121,14 @@ def test_report_as_text():
         "  LayerNorm runs layer_norm offset=0.0 rounding=late eps=1e-05:"
         " layers.0, 2 others and layers.3",
         "  Custom runs rms_norm offset=0.0 rounding=late eps=1e-06: last",
-        "  BatchNorm1d is not patched (it has tensors that are not parameters): b and c",
+        "  BatchNorm1d is not patched (it has other tensors than parameters:"
+        " running_mean, running_var, num_batches_tracked): b and c",
     ]
+
+
+def test_report_of_a_model_without_norms():
+    report = tilenorm.patch(nn.Linear(N, N), residual=True)
+    assert str(report) == "no norm was found" and not report.patched
 
 
 def test_norms_that_are_alike_are_tried_once(monkeypatch):

@@ -12,7 +12,7 @@ from .model_rows import MODELS, built, step
 
 BF16, F32 = torch.bfloat16, torch.float32
 # With residual, modulation and rotation: how many calls compute more than a norm.
-PASSES = {"llama": 1, "qwen3": 2, "gemma3_text": 2, "olmo2": 1, "bert": 2, "flux": 6, "lumina2": 5}
+PASSES = {"llama": 1, "qwen3": 2, "gemma3_text": 2, "olmo2": 1, "bert": 2, "flux": 6, "lumina2": 6}
 PASSES |= {"gemma2": 1, "gpt_neox": 0, "wan": 3}
 
 

@@ -1,7 +1,6 @@
 """The forward of a patched class: its frames, its code object, and the calls that are not plain."""
 
 import copy
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -15,8 +14,9 @@ from tilenorm.integrations.patch.forwards import FILE
 from tilenorm.ops import functional
 
 from ..ops.helpers import random
+from ..ops.served import entered
 from .drawn_norms import gated_norm
-from .norms import Custom, N
+from .norms import Custom, N, UnitOffset
 
 PACKAGE = tilenorm.__path__[0]
 
@@ -25,19 +25,8 @@ def frames(call: Callable, function: str) -> list[str]:
     """The names of the package's functions that a warm call enters, up to a public function."""
     for _ in range(3):
         call()
-    entered: list[str] = []
-
-    def profile(frame, event, _):
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith((PACKAGE, FILE)):
-            entered.append(code.co_name)
-
-    sys.setprofile(profile)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return entered[: entered.index(function) + 1]
+    seen = entered(call, lambda file: file.startswith((PACKAGE, FILE)))
+    return seen[: seen.index(function) + 1]
 
 
 class Sum(nn.Module):
@@ -69,6 +58,7 @@ NORMS = {
     "rms_norm": lambda: nn.RMSNorm(N),
     "rms_norm of Llama": lambda: LlamaRMSNorm(N),
     "rms_norm of an own class": Custom,
+    "rms_norm of litgpt's Gemma": UnitOffset,
 }
 X = random(3, 5, N)
 

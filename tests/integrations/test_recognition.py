@@ -13,6 +13,7 @@ from itertools import product
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
@@ -36,6 +37,7 @@ LAYER = "layer_norm offset=0.0 rounding=late eps=1e-05"
 EARLY = RMS.replace("late", "early") + " output_dtype=promote_types(input, weight)"
 DRAWN = RMS.replace("-06", "-05")
 ONE_DTYPE = RMS.replace("late", "early") + ", or its own forward for mixed dtypes"
+ROUNDED_OFFSET = RMS.replace("=0.0", "=1.0 (rounded to the weight's dtype)")
 GROUPS = "gated_" + EARLY.replace(
     " output", " groups=3 norm_before_gate=False activation=silu output"
 )
@@ -54,6 +56,9 @@ RECOGNISED = {
         f"gated_{LAYER} norm_before_gate=True activation=sigmoid",
     ),
     "the weight's dtype": (lambda: with_parts({"x̂": "weight"}), ONE_DTYPE.replace("-06", "-05")),
+    "litgpt's Gemma": (lambda: norms.UnitOffset(), ROUNDED_OFFSET),
+    "RMSGainCenterNorm": (lambda: norms.GainCenter(1.0), ROUNDED_OFFSET),
+    "RMSGainCenterNorm of 0": (lambda: norms.GainCenter(0.0), RMS),
     "Cohere by heads": (lambda: CohereLayerNorm((4, N)), LAYER),
     "Llama": (lambda: LlamaRMSNorm(N), EARLY),
     "Qwen3-Next gated": (
@@ -108,7 +113,6 @@ PARTS = {
     ("shape", (3, 1)): r"its parameters are g \[3, 1\], not a number for each column",
     ("shape", (2, 3, 8)): r"its parameters have shape \[2, 3, 8\], more than a row for each head",
     ("shape", (0,)): r"its parameters are empty \(g \[0\]\)",
-    ("offset", 1.0): ROUNDS_DIFFERENTLY,  # in 16 bits, 1 + g is rounded. Gemma casts g first.
     ("early", "no gradients"): "but not for a run without gradients",
     ("early", "strided"): "but not for strided inputs",
     ("early", "too long"): "its forward branches on sizes",
@@ -149,7 +153,30 @@ class OwnClass(nn.LayerNorm):
     __class__ = property(lambda self: OwnClass)
 
 
-OTHER_TENSORS = "it has tensors that are not parameters"
+def raising(error):
+    def forward(self, x):
+        raise error
+
+    return lambda: custom(forward)
+
+
+def of_triton():
+    """As fla's norms, without a GPU."""
+    names: dict = {"__name__": "triton.runtime.driver"}
+    exec("def launch(): raise RuntimeError('0 active drivers ([]). There should be one.')", names)
+    return custom(lambda self, x: names["launch"]())
+
+
+def emptied_by_deepspeed():
+    module = custom()
+    module.weight = nn.Parameter(torch.empty(0))
+    module.weight.ds_id = 1
+    return module
+
+
+OTHER_TENSORS = "it has other tensors than parameters: "
+FOR_GPUS = "^its forward runs on GPUs alone, and patch tries it on the CPU$"
+CPU_BACKEND = "Could not run '_C::rms_norm' with arguments from the 'CPU' backend"
 NOT_RECOGNISED = {
     "other dimensions of images": (lambda: custom(over_channels), "with channels before others"),
     "another shape": (
@@ -157,19 +184,26 @@ NOT_RECOGNISED = {
         r"its forward maps shape \[4, 8, 24\] to \[4, 24\]",
     ),
     "GroupNorm": (lambda: nn.GroupNorm(2, N), "with channels before others"),
-    "BatchNorm": (lambda: nn.BatchNorm1d(N), OTHER_TENSORS),
-    "a tensor": (lambda: custom(scale=torch.ones(())), OTHER_TENSORS),
+    "BatchNorm": (lambda: nn.BatchNorm1d(N), OTHER_TENSORS + "running_mean, running_var"),
+    "a tensor": (lambda: custom(scale=torch.ones(())), OTHER_TENSORS + "scale$"),
     "more parameters": (
         lambda: custom(a=nn.Parameter(torch.ones(2))),
         r"its parameters are weight \[24\], a \[2\]",
     ),
     "a submodule": (lambda: custom(inner=nn.Linear(N, N)), "it has submodules"),
     "one element": (lambda: nn.LayerNorm(1), "its rows have one element"),
-    "no subclass": (NoSubclassNorm, "trying it raised TypeError: has no subclasses"),
+    "no subclass": (NoSubclassNorm, "trying it raised TypeError in line .* of test_rec"),
     "no other class": (lambda: OwnClass(N), "trying it raised"),
     "a forward that raises": (
         lambda: custom(lambda self, x: self.not_there),
-        "its forward raised AttributeError: .*not_there",
+        "^its forward raised AttributeError in line [0-9]+ of test_recognition.py$",
+    ),
+    "Triton's": (of_triton, FOR_GPUS),
+    "apex'": (raising(RuntimeError("input must be a CUDA tensor")), FOR_GPUS),
+    "vLLM's": (raising(NotImplementedError(CPU_BACKEND)), FOR_GPUS),
+    "DeepSpeed ZeRO 3": (
+        emptied_by_deepspeed,
+        r"^DeepSpeed ZeRO 3 .* within deepspeed.zero.GatheredParameters\(model.parameters\(\)\)$",
     ),
     "tilenorm's": (lambda: tilenorm.RMSNorm(N), "it is a tilenorm module"),
 }
@@ -190,6 +224,27 @@ def test_is_not_recognised(name):
     [entry] = report.left
     assert entry.cls is cls
     assert re.search(reason, entry.reason)
+
+
+# Forwards in which PyTorch or tilenorm raises.
+RAISING = {
+    "dimensions": lambda self, x: x.permute(0, 3, 1, 2) * self.weight,
+    "shapes": lambda self, x: x @ x.reshape(-1, 5),
+    "dtype": lambda self, x: F.layer_norm(x, (7,)),
+    "attribute": lambda self, x: x * self.not_there,
+    "tilenorm": lambda self, x: tilenorm.rms_norm(x, (7,)),
+}
+
+
+@pytest.mark.parametrize("name", RAISING)
+def test_a_reason_has_no_text_of_an_exception(name):
+    module = custom(RAISING[name])
+    with pytest.raises((RuntimeError, ValueError, AttributeError)) as raised:
+        type(module).forward(module, random(3, N))
+    [entry] = tilenorm.patch(module).left
+    words = str(raised.value).split()
+    assert not any(" ".join(words[n : n + 3]) in entry.reason for n in range(len(words) - 2))
+    assert f"in line {RAISING[name].__code__.co_firstlineno} of test_rec" in entry.reason
 
 
 def test_a_module_that_is_left_stops_no_other():

@@ -208,7 +208,8 @@ def test_a_kernel_that_takes_other_arguments_is_launched_by_cutile(prepared):
         assert repeat is driver.never and not repeat(0, [])
 
 
-# Each kernel of a training step is launched by cuTile, and repeated: the driver gets the same.
+# Each kernel of a training step is launched by cuTile, and repeated by Python and by the extension
+# in C++, if there is one: the driver gets the same.
 # Something replaces cuTile's launch function before it is imported here, and once more after that.
 REPEATED = """
 import cuda.tile as ct
@@ -221,6 +222,12 @@ from tests.launch.test_driver import SPECS, numbered
 from tilenorm.launch import driver, kernel
 from tilenorm.launch.calls import Launch, every_gradient
 from tilenorm.launch.target import Target
+from tilenorm.ops.native import build
+extension = build.load(pathlib.Path("EXTENSION")) if "EXTENSION" else None
+if extension:
+    import ctypes, torch
+    queue = ctypes.cast(stand_in_driver.queue(), ctypes.c_void_p).value
+    extension.start(0, torch.Size, queue, 0, 0)
 stand_in_compiler.Compiler(pathlib.Path("FOLDER"), pytest.MonkeyPatch())
 ct.launch = patched = lambda *a, **k: 1 / 0
 target, seen = Target.of("sm_90"), 0
@@ -249,14 +256,24 @@ for name, spec in SPECS.items():
             found = stand_in_driver.last_launch(taking, lambda: repeat(0, starts))
             assert found == expected, (name, rows, call.kernel._pyfunc.__name__)
             assert len(set(starts)) == len(starts)
+            if extension:
+                anyhow = [*range(len(tensors))]
+                how = anyhow, [], [], [], 0, [prepared]
+                repeat = extension.repeat(-1, 0, len(tensors), *how)
+                here = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in tensors]
+                found = stand_in_driver.last_launch(taking, lambda: repeat(here))
+                lie = dict(zip(starts, [t.data_ptr() for t in here], strict=True))
+                expected = [lie.get(word, word) for word in expected]
+                assert found == expected, (name, rows, call.kernel._pyfunc.__name__)
             seen += 1
 assert seen > 15, seen
 assert ct.launch is patched  # what others see stays as they made it
 """
 
 
-def test_a_repeated_launch_gives_the_driver_what_cutile_gives_it(tmp_path):
-    stand_in_driver.check(REPEATED.replace("FOLDER", str(tmp_path)), tmp_path)
+def test_a_repeated_launch_gives_the_driver_what_cutile_gives_it(tmp_path, extension_file):
+    program = REPEATED.replace("FOLDER", str(tmp_path))
+    stand_in_driver.check(program.replace("EXTENSION", str(extension_file or "")), tmp_path)
 
 
 def test_no_driver(monkeypatch):

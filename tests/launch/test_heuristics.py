@@ -10,7 +10,7 @@ from tilenorm.launch import heuristics
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.config import Config, Served
 from tilenorm.launch.target import MULTIPROCESSORS, Target
-from tilenorm.launch.tuned import TABLES
+from tilenorm.launch.tuned.tables import TABLES
 from tilenorm.spec import ITEM_BYTES, NormSpec
 from tilenorm.table import NORMS, OPS
 from tilenorm.tools.dev import digests

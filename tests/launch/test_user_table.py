@@ -8,10 +8,11 @@ from random import Random
 import pytest
 
 from tests import cases
-from tilenorm.launch import heuristics, tuned, user_table
+from tilenorm.launch import heuristics, user_table
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.config import Backward, Hints, RowForward, SharedForward, StreamForward
 from tilenorm.launch.target import Target
+from tilenorm.launch.tuned import tables
 from tilenorm.launch.user_table import Entry, Key, TableWarning
 from tilenorm.spec import NormSpec
 from tilenorm.tools.candidates import Search
@@ -177,7 +178,7 @@ def test_entries_as_a_shipped_table():
     )
     row = '[8192, {"form": "RowForward", "hints": {"occupancy": 8}}, "3990 (4096), 4000"]'
     assert f"   {row},\n" in text
-    found = tuned.read(text)
+    found = tables.read(text)
     wide = (8192, RowForward(1, Hints(8))), (65536, SHARED)
     assert found.forward == {
         ("rms_norm", 2): ((2048, RowForward(2)), *wide),

@@ -1,3 +1,4 @@
+import os
 import warnings
 
 import pytest
@@ -5,8 +6,10 @@ import torch
 
 import tilenorm
 from tests.stand_in_compiler import compiling_gpu
+from tests.stand_in_cxx import Cxx
 from tilenorm.launch import plan, toolchain
-from tilenorm.ops import cutile, reference, registry
+from tilenorm.ops import cutile, native, reference, registry
+from tilenorm.ops.native import build
 from tilenorm.tools import info, precompile
 from tilenorm.tools.cubin import Resources
 
@@ -53,6 +56,49 @@ def no_memory():
 
 
 @pytest.fixture
+def in_python():
+    """In the test no extension in C++ serves, also with --native."""
+    extension = native.state().extension
+    native.state().use(None)
+    yield
+    native.state().use(extension)
+
+
+@pytest.fixture(scope="module")
+def extension(extension_file):
+    """The extension in C++ is in service."""
+    if extension_file is None:
+        pytest.skip(build.refused() or build.missing())
+    before = native.state().extension
+    native.state().use(before or build.load(extension_file))
+    yield native.state().extension
+    native.state().use(before)
+
+
+@pytest.fixture
+def by_extension(extension, no_memory):
+    """The extension serves CPU tensors as on a GPU; the kernels are interpreted."""
+    with pretended_gpu():
+        yield
+
+
+@pytest.fixture
+def build_folder(tmp_path, monkeypatch):
+    """Where the extension is built in the test. The folder is not there yet."""
+    monkeypatch.setenv("TILENORM_CACHE_DIR", str(tmp_path / "cache"))
+    build.path.cache_clear()
+    yield tmp_path / "cache" / "native"
+    build.path.cache_clear()
+
+
+@pytest.fixture
+def cxx(build_folder, tmp_path, monkeypatch) -> Cxx:
+    """A program in the place of the C++ compiler."""
+    monkeypatch.setattr(os, "nice", lambda by: by)
+    return Cxx(tmp_path, monkeypatch)
+
+
+@pytest.fixture
 def as_on_a_gpu(device, no_memory):
     """On a CPU, its tensors take CUDA's path."""
     if device == "cuda":
@@ -63,10 +109,14 @@ def as_on_a_gpu(device, no_memory):
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch):
-    """These tests choose the backend themselves, and know that the reference runs on the CPU."""
-    monkeypatch.delenv("TILENORM_BACKEND", raising=False)
-    with warnings.catch_warnings():
+def quiet():
+    """These tests choose the backend themselves, and know that the reference runs on the CPU.
+
+    The fixture `monkeypatch` would be made before those that pretend a GPU, and undone after them:
+    what a test replaces of a pretended GPU would come back.
+    """
+    with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings():
+        patched.delenv("TILENORM_BACKEND", raising=False)
         warnings.simplefilter("ignore", tilenorm.ReferenceWarning)
         yield
 

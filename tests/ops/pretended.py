@@ -1,6 +1,7 @@
 """CPU tensors on CUDA's path, with the interpreter for a GPU."""
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -34,7 +35,7 @@ def forgotten(*caches):
 @contextmanager
 def pretended_gpu(arch: str = "sm_90"):
     """In this block calls on CPU tensors are served as on the current device 0 of CUDA."""
-    interpret = Interpreter(arch).run()
+    interpret = in_turn(Interpreter(arch).run())
     gpu = replace(GPU, target=target(arch))
     replaced = (
         (bound, "device_of", lambda *_: gpu),
@@ -48,6 +49,17 @@ def pretended_gpu(arch: str = "sm_90"):
         for module, name, function in replaced:
             stack.enter_context(patch.object(module, name, function))
         yield
+
+
+def in_turn(function: Callable) -> Callable:
+    """The function, for one thread after the other: the interpreter changes cuda.tile meanwhile."""
+    lock = threading.RLock()
+
+    def call(*given):
+        with lock:
+            return function(*given)
+
+    return call
 
 
 def repeating(

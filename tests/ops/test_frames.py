@@ -1,9 +1,12 @@
-"""How many of the package's Python functions a warm call runs, and what it allocates."""
+"""How many of the package's Python functions a warm call runs, and what it allocates.
 
-import sys
+test_native.py tests that an extension in C++ leaves none of them.
+"""
+
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from tilenorm.ops.torch_private import fused_rms_norm
 from tilenorm.table import OPS
 
 from .pretended import pretended_gpu
+from .served import entered
 from .uses import USES
 
 B = torch.bfloat16
@@ -41,33 +45,18 @@ def frames(call: Callable) -> list[str]:
     """The names of the package's functions that a warm call enters."""
     for _ in range(3):
         call()
-    entered: list[str] = []
-
-    def profile(frame, event, _):
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(PACKAGE):
-            entered.append(code.co_name)
-
-    sys.setprofile(profile)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return entered
+    return entered(call, lambda file: file.startswith(PACKAGE))
 
 
 @pytest.mark.parametrize("name", [*OPS, ONE])
-def test_frames_up_to_the_launch(name, monkeypatch):
+def test_frames_up_to_the_launch(name, in_python):
     def prepare(index, stream, launches, arrays, numbered, addresses):
         return driver.repeating(lambda *_: 0, (), addresses)
 
-    with pretended_gpu(), torch.no_grad():
-        monkeypatch.setattr(cutile, "prepare", prepare)
+    with pretended_gpu(), torch.no_grad(), patch.object(cutile, "prepare", prepare):
         found = frames(called(name)[0])
-    found = [
-        name for name in found[: len(found) - found[::-1].index("repeat")] if name not in STAND_INS
-    ]
-    assert len(found) <= 7 + MORE.get(name, 0), found
+    found = [name for name in found[: 1 + found.index("repeated")] if name not in STAND_INS]
+    assert len(found) <= 5 + MORE.get(name, 0), found
 
 
 @pytest.mark.skipif(fused_rms_norm is None, reason="this PyTorch has no operator that gives rstd")
@@ -93,7 +82,7 @@ def test_frames_by_pytorchs_operators(name):
         ("rms_norm_rope", 2, 7),
     ],
 )
-def test_allocations_of_a_warm_call(name, forward, both, monkeypatch):
+def test_allocations_of_a_warm_call(name, forward, both, in_python, monkeypatch):
     made, empty = [], cutile._empty_strided_cpu
 
     def counted(*how):

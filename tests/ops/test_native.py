@@ -1,72 +1,37 @@
-"""Calls that the extension in C++ serves: the bits of Python's path, and whatever is not plain goes
-to Python.
+"""Calls that the extension in C++ serves: the bits, gradients and errors of Python's path.
 
 The kernels are interpreted. What a call enters in Python tells which path has served it.
+test_native_states.py tests what is not plain.
 """
 
 import gc
-import sys
-import threading
 import weakref
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch.autograd import forward_ad
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import tilenorm
 from tests.quantized import bits
 from tilenorm.ops import cutile, native
-from tilenorm.ops.native import build
 from tilenorm.table import OPS
 
 from .helpers import FAMILY, made_by_inductor, random, same, step, tensors_of
 from .passes import Seen
-from .pretended import pretended_gpu
+from .served import THREE, WARM, N, entered, is_served, layer, leaves, warmed
 from .uses import USES
 
-N = 64
+pytestmark = pytest.mark.usefixtures("by_extension")
+
 B, F = torch.bfloat16, torch.float32
-PACKAGE = Path(tilenorm.__file__).parent
-ROOMS = ("kernels", "launch")  # of which the interpreter calls functions
-WARM = 4  # calls after which the extension serves
 MODULES = ("RMSNorm", "LayerNorm", "ModulatedRMSNorm", "ModulatedLayerNorm")
 # What the backward pass of these makes by other operations, or norm by norm.
 ONE_BY_ONE = ("layer_scale",)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def extension(tmp_path_factory):
-    """The extension: that of --native, or one that is built for these tests."""
-    if native.state().extension is not None:
-        yield
-        return
-    if build.refused() or build.compiler_missing():
-        pytest.skip(build.refused() or build.compiler_missing())
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("TILENORM_CACHE_DIR", str(tmp_path_factory.mktemp("extension")))
-        build.path.cache_clear()
-        made = build.build(print)
-    build.path.cache_clear()
-    native.state().use(build.load(made))
-    yield
-    native.state().use(None)
-
-
-@pytest.fixture(autouse=True)
-def gpu(extension, no_memory):
-    with pretended_gpu():
-        yield
-
-
 @pytest.fixture
-def launches(gpu, monkeypatch) -> list[str]:
+def launches(by_extension, monkeypatch) -> list[str]:
     """A list that gets a word for each pass that repeats launches."""
     seen, prepare = [], cutile.prepare
 
@@ -76,29 +41,6 @@ def launches(gpu, monkeypatch) -> list[str]:
 
     monkeypatch.setattr(cutile, "prepare", preparing)
     return seen
-
-
-def entered(call: Callable) -> list[str]:
-    """The functions of the package that a call enters, kernels left out."""
-    seen: list[str] = []
-
-    def profile(frame, event, _):
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and PACKAGE in path.parents and path.parent.name not in ROOMS:
-            seen.append(frame.f_code.co_name)
-
-    sys.setprofile(profile)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return seen
-
-
-def is_served(call: Callable, most: int = 2) -> bool:
-    """Whether the extension serves a call: nothing of the package runs below `call.call`."""
-    seen = entered(call)
-    return len(seen) <= most and seen[-1:] in (["call"], [])
 
 
 def backward(outputs: dict, seed: int = 7) -> None:
@@ -126,13 +68,14 @@ def test_each_function_and_module(name, dtypes):
         for n, t in tensors.items():
             t.requires_grad_(n in asked)
         calls = []
-        for _ in range(WARM + 1):
+        for number in range(WARM + 1):
             for t in tensors.values():
                 t.grad = None
+            watched = entered if number == WARM else lambda call: call() or []
             made: list[dict] = []
-            forward = entered(lambda made=made: made.append(function(*rows)))
+            forward = watched(lambda made=made: made.append(function(*rows)))
             [outputs] = made
-            behind = entered(partial(backward, outputs)) if asked else []
+            behind = watched(partial(backward, outputs)) if asked else []
             calls.append([*outputs.values(), *[t.grad for t in tensors.values()]])
         for later in calls[1:]:
             for one, other in zip(calls[0], later, strict=True):
@@ -155,29 +98,6 @@ def test_each_form(name):
     expected = step(form, tensors)
     for _ in range(WARM):
         assert same(step(form, tensors), expected)
-
-
-def leaves(*names: str, rows: int = 5, **how) -> dict[str, torch.Tensor]:
-    shapes = {"input": (rows, N), "residual": (rows, N), "weight": (N,), "bias": (N,)}
-    made = {n: random(*shapes[n], seed=i, **how) for i, n in enumerate(names)}
-    return {n: t.requires_grad_() for n, t in made.items()}
-
-
-THREE = ("input", "weight", "bias")
-
-
-def layer(given: dict[str, torch.Tensor]) -> torch.Tensor:
-    return tilenorm.layer_norm(given["input"], (N,), given["weight"], given["bias"], 1e-6)
-
-
-def warmed(rows: int = 5) -> list[torch.Tensor]:
-    """Repeats a step of layer_norm until the extension serves it; its gradients."""
-    for _ in range(WARM):
-        given = leaves(*THREE, rows=rows)
-        y = layer(given)
-        y.backward(torch.ones_like(y))
-    assert is_served(lambda: layer(given))
-    return [t.grad for t in given.values()]
 
 
 def test_the_graph_of_a_call():
@@ -289,78 +209,6 @@ def test_without_gradients(mode):
     warmed()
 
 
-class Operations(TorchDispatchMode):
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        SEEN.append(function)
-        return function(*args, **(kwargs or {}))
-
-
-class Functions(TorchFunctionMode):
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        SEEN.append(function)
-        return function(*args, **(kwargs or {}))
-
-
-class Other(torch.Tensor):
-    pass
-
-
-SEEN: list = []
-DUAL = partial(forward_ad.make_dual)
-STATES = {
-    "a dispatch mode": lambda x, f: within(Operations(), x, f),
-    "a function mode": lambda x, f: within(Functions(), x, f),
-    "a subclass": lambda x, f: f(x.as_subclass(Other)),
-    "vmap": lambda x, f: torch.func.vmap(f)(x[None]),
-    "a constant of vmap": lambda x, f: torch.func.vmap(lambda i: i * f(x))(torch.ones(2)),
-    "a gradient of torch.func": lambda x, f: torch.func.grad(lambda t: f(t).sum())(x),
-    "strided": lambda x, f: f(torch.stack([x, x], -1)[..., 0]),
-    "unaligned": lambda x, f: f(torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)),
-    "other rows": lambda x, f: f(x[:2]),
-    "another dtype": lambda x, f: f(x.bfloat16()),
-    "an int for eps": lambda x, f: tilenorm.layer_norm(x, (N,), eps=1),
-    "a list for the shape": lambda x, f: tilenorm.layer_norm(x, [N], eps=1e-6),
-    "one size more": lambda x, f: f(x.unflatten(0, (5, 1))),
-    "jit": lambda x, f: torch.jit.trace(f, x, check_trace=False)(x),
-}
-
-
-def within(context, x, f):
-    SEEN.clear()
-    with context:
-        y = f(x)
-    assert SEEN
-    return y
-
-
-@pytest.mark.parametrize("name", STATES)
-@pytest.mark.filterwarnings("ignore")
-def test_what_is_not_plain_goes_to_python(name):
-    """And computes what it computes where no call is remembered."""
-    x, w = random(5, N), random(N, seed=1)
-
-    def f(x):
-        return tilenorm.layer_norm(x, (N,), w.to(x.dtype), None, 1e-6)
-
-    native.state().forget()
-    expected = STATES[name](x, f)
-    for _ in range(WARM):
-        f(x)
-    assert is_served(lambda: f(x))
-    made = []
-    assert not is_served(lambda: made.append(STATES[name](x, f)), 3)
-    torch.testing.assert_close(made[0], expected, rtol=0, atol=0)
-
-
-def test_a_dual_level():
-    x = random(5, N)
-    for _ in range(WARM):
-        tilenorm.layer_norm(x, (N,))
-    with forward_ad.dual_level():
-        y = tilenorm.layer_norm(forward_ad.make_dual(x, torch.ones_like(x)), (N,))
-        assert forward_ad.unpack_dual(y).tangent is not None
-
-
 WRONG = (
     {"normalized_shape": (N + 1,)},
     {"normalized_shape": (True,)},
@@ -396,38 +244,6 @@ def test_the_profiler_and_anomaly_mode_see_a_call():
         y = layer(given)
         assert "traceback_" in y.grad_fn.metadata
         y.backward(torch.ones_like(y))
-
-
-def test_checkpointing_and_compiled_graphs():
-    expected = warmed()
-    given = leaves(*THREE)
-    y = checkpoint(lambda x: layer(given | {"input": x}), given["input"], use_reentrant=False)
-    y.backward(torch.ones_like(y))
-    assert all(map(torch.equal, expected, [t.grad for t in given.values()]))
-    torch._dynamo.reset()
-    y = torch.compile(layer, fullgraph=True, backend="aot_eager")(given)
-    torch.testing.assert_close(y, layer(given), rtol=0, atol=0)
-
-
-def test_threads():
-    """Four threads, whose backward passes run beside each other, have the bits of one."""
-    expected, wrong = warmed(), []
-
-    def run():
-        for _ in range(10):
-            given = leaves(*THREE)
-            y = layer(given)
-            y.backward(torch.ones_like(y))
-            wrong.extend(
-                n for n, t in zip(given, expected, strict=True) if not torch.equal(given[n].grad, t)
-            )
-
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
 
 
 def test_nothing_keeps_the_tensors_of_a_call():
@@ -484,7 +300,7 @@ def test_what_inductors_code_calls(name):
                 assert other.numel() == 0 if one is None else torch.equal(one, other)
                 assert one is None or one.stride() == other.stride()
         assert seen_python == [], op
-        with Operations():
+        with Seen():
             assert entered(call)[0] in ("bound_forward", "bound_backward")
 
 

@@ -103,12 +103,26 @@ def test_the_cpu_asks_for_no_compiler(monkeypatch):
     select(SPEC, 1, CPU, None)
 
 
+TAKES = "takes 'cutile' or 'reference' or None"
+
+
+def test_an_unknown_backend_names_the_function():
+    x, unknown = torch.ones(2, 8), f"argument 'backend' {TAKES}, got 'triton'"
+    for function in (tilenorm.rms_norm, torch.compile(tilenorm.rms_norm, backend="eager")):
+        with pytest.raises(ValueError, match=f"rms_norm: {unknown}"):
+            function(x, (8,), backend="triton")
+    with pytest.raises(ValueError, match=f"rms_norm_add_rms_norm: {unknown}"):
+        tilenorm.rms_norm_add_rms_norm(x, x, (8,), backend="triton")
+    with pytest.raises(ValueError, match=f"rms_norm: {unknown}"):
+        torch.ops.tilenorm.rms_norm(x, None, None, 8, 0.0, "late", 1e-5, False, "triton")
+
+
 def test_backend_of_the_environment(monkeypatch):
     x = torch.ones(2, 8)
     for backend, kind, message in (
         ("cutile", RuntimeError, "backend 'cutile' was asked for, but the input is on"),
-        ("triton", ValueError, "backend: got 'triton', takes one of cutile, ref"),
-        ("Cutile", ValueError, "backend: got 'Cutile', takes one of cutile, ref"),
+        ("triton", ValueError, f"rms_norm: TILENORM_BACKEND {TAKES}, got 'triton'"),
+        ("Cutile", ValueError, f"rms_norm: TILENORM_BACKEND {TAKES}, got 'Cutile'"),
     ):
         monkeypatch.setenv("TILENORM_BACKEND", backend)
         with pytest.raises(kind, match=message):

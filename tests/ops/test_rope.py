@@ -167,6 +167,23 @@ def test_positions_out_of_range(monkeypatch):
                 call(ROPE, given | {"positions": positions})
 
 
+@pytest.mark.parametrize("wrong", (5, -1))
+def test_positions_out_of_range_on_the_cpu(wrong):
+    """Checked in every call, warm ones, compiled ones and those of the op too."""
+    right = made() | {"positions": torch.tensor([0, 1, 4, 4, 2])}
+    given = right | {"positions": torch.tensor([0, 1, wrong, 4, 2])}
+    message = rf"rms_norm_rope: argument 'positions' takes numbers from 0 to 4.*, got .*{wrong}"
+    with torch.no_grad():
+        for _ in range(2):
+            call(ROPE, right)
+            with pytest.raises(IndexError, match=message):
+                call(ROPE, given)
+        compiled = torch.compile(lambda given: call(ROPE, given), backend="eager")
+        compiled(right)
+        with pytest.raises(IndexError, match=message):
+            compiled(given)
+
+
 def test_symbolic_trace_of_heads_before_tokens():
     given = {n: t.transpose(1, 2) if n in LEAVES[:2] else t for n, t in made().items()}
     traced = torch.fx.symbolic_trace(

@@ -92,7 +92,7 @@ EVERY: tuple[Row, ...] = (
 )
 NESTED = torch.nested.nested_tensor([X, X], layout=torch.jagged)
 NO_NESTED: Row = {"input": NESTED}, NOT_SERVED, "'input' takes (no nested tensor|the layout)"
-UNKNOWN: Row = {"backend": "triton"}, ValueError, "backend: got 'triton', takes one of"
+UNKNOWN: Row = {"backend": "triton"}, ValueError, "argument 'backend' takes 'cutile' or"
 
 BY_HEADS: tuple[Row, ...] = (
     ({"weight": TWO_HEADS}, RuntimeError, r"'weight' takes .* by heads, \[6, 8\], got \[2, 8\]"),

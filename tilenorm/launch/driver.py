@@ -86,7 +86,7 @@ def repeating(
     the device's context, and says whether it had none. Threads that call at once write into
     different copies of the arguments. Where code has left the caches of a CPU, as in a step of a
     model, each object that a call touches takes longer than the call itself. The function's
-    attribute `launches` holds the launches.
+    attribute `launches` holds the launches, and `parts` what in_parts returns.
     """
     idle: list[tuple] = []
     write = struct.Struct(f"{addresses}Q").pack_into
@@ -109,7 +109,16 @@ def repeating(
         return not failed
 
     repeat.launches = tuple(launches)  # type: ignore[attr-defined]
+    repeat.parts = idle, write, queue  # type: ignore[attr-defined]
     return repeat
+
+
+def in_parts(repeat: Repeated) -> tuple[list, Callable, Callable]:
+    """For who launches without a call of `repeat`: its idle copies of the arguments, each as _copy
+    returns it; what writes the addresses into one; and the driver's function. There are no copies
+    where the driver is not called, as in tests.
+    """
+    return getattr(repeat, "parts", ([], never, never))
 
 
 def _copy(launches: Sequence[Prepared], addresses: int) -> tuple:

@@ -25,7 +25,8 @@ from .config import (
     tile_width,
 )
 from .target import Target
-from .tuned import TABLES, rules
+from .tuned import rules
+from .tuned.tables import TABLES
 
 
 def chosen(spec: NormSpec, target: Target, needs: Needs | None = None) -> Config:

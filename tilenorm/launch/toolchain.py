@@ -9,17 +9,6 @@ import tempfile
 from functools import cache
 from importlib import metadata
 
-try:  # here alone: where it is missing, nothing else that imports cuda.tile is imported
-    from cuda.tile import _compile
-    from cuda.tile._cext import default_tile_context
-
-    CUDA_TILE_MISSING = None
-except ImportError as error:
-    _state = "is not installed" if isinstance(error, ModuleNotFoundError) else "does not load"
-    CUDA_TILE_MISSING = (
-        f"cuda-tile {_state} ({error}); on Linux and Windows: pip install 'cuda-tile>=1.7,<1.8'"
-    )
-
 DRIVER = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
 # cuTile takes the compiler from these packages if all three are of one release. It then ignores
 # PATH and CUDA_HOME, so that their installation mends a compiler from any other place.
@@ -36,6 +25,23 @@ class ToolchainError(CompileError):
     """The compiler does not serve, whatever the kernel. The message names the remedy."""
 
 
+@cache
+def cuda_tile_missing() -> str | None:
+    """Why cuda.tile cannot be imported here, and the remedy, or None.
+
+    Whoever imports cuda.tile asks this first. It is then loaded when the kernels are first asked
+    for, because it takes 0.2 s, which a process that imports tilenorm alone does not pay.
+    """
+    try:
+        from cuda.tile import _compile  # noqa: F401
+        from cuda.tile._cext import default_tile_context  # noqa: F401
+    except ImportError as error:
+        state = "is not installed" if isinstance(error, ModuleNotFoundError) else "does not load"
+        remedy = "on Linux and Windows: pip install 'cuda-tile>=1.7,<1.8'"
+        return f"cuda-tile {state} ({error}); {remedy}"
+    return None
+
+
 def driver_version() -> int:
     """The newest CUDA version that the driver supports: 13000 is CUDA 13.0.
 
@@ -49,11 +55,15 @@ def driver_version() -> int:
 
 def compiler_path() -> str:
     """The path of the compiler tileiras. Raises FileNotFoundError if there is none."""
+    from cuda.tile import _compile
+
     return _compile._find_compiler_bin().path
 
 
 def compiler_version() -> str:
     """The version of tileiras, such as "13.4.92"; "unknown" if tileiras does not run."""
+    from cuda.tile import _compile
+
     try:
         text = _compile._get_compiler_version_string()
     except FileNotFoundError:
@@ -70,6 +80,8 @@ def _version_in(text: str | None) -> str:
 @cache
 def compiler_problem() -> str | None:
     """Why tileiras cannot compile the kernels, and the remedy, or None. Nothing is compiled."""
+    from cuda.tile import _compile
+
     try:
         path, printed = compiler_path(), _compile._get_compiler_version_string()
     except FileNotFoundError:
@@ -94,6 +106,8 @@ def toolkit_problem() -> str | None:
     they are of another release it fails on most kernels, and does not say why. Some pairs serve,
     such as tileiras 13.4 with ptxas 13.3, so this is asked only after a failure.
     """
+    from cuda.tile import _compile
+
     binary = _compile._find_compiler_bin()
     # cuTile hides the last two from the tileiras of the packages. An empty variable counts too.
     names = ("CUDA_ROOT", "CUDA_HOME", "CUDA_PATH")[: 3 if binary.pass_cuda_home_var else 1]
@@ -124,6 +138,8 @@ def package_version(package: str) -> str:
 
 def cache_folder() -> str | None:
     """The folder in which cuTile keeps compiled kernels for later processes; None if it is off."""
+    from cuda.tile._cext import default_tile_context
+
     return default_tile_context.config.cache_dir
 
 

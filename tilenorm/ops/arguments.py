@@ -15,6 +15,9 @@ from ..spec import FP8, GROUPS, LAYOUTS
 from ..table import FACTORS, MASK, OPS, OPTIONS, VECTOR, Op
 from .layout import leading_groups
 from .reference import statistics_dtype
+from .registry import check_backend
+from .rotation import check_positions
+from .sizes import divides, holds, known, same
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FP8_DTYPES = tuple(getattr(torch, name) for name in FP8)
@@ -50,6 +53,8 @@ def check(
         _check_float(name, "eps", eps, "a float" if layer else "a float or None")
     named = backend is None or isinstance(backend, str)
     check_argument(name, "backend", backend, named, "a str or None")
+    if backend is not None:
+        check_backend(name, backend)
     options = dict(zip(op.options, asked, strict=True))
     for option, value in options.items():
         if option not in ("scaling", "layout", "dtype", "rotary_dim"):
@@ -87,7 +92,7 @@ def _check_shape(op: str, normalized_shape: Sequence[int], input: Tensor, layer:
     if input.dim() < len(shape):
         takes = f"at least the {len(shape)} dimensions of normalized_shape"
         raise wrong(op, "input", takes, input.dim(), RuntimeError if layer else ValueError)
-    if input.shape[-len(shape) :] != shape:
+    if not same(input.shape[-len(shape) :], shape):
         takes = f"a shape that ends in normalized_shape {list(shape)}"
         raise wrong(op, "input", takes, list(input.shape))
     return shape
@@ -204,13 +209,13 @@ def _check_float(op: str, name: str, value: object, takes: str) -> None:
 
 def _check_rows(op: str, name: str, tensor: Tensor, shape: tuple, input: Tensor) -> None:
     check_tensor(op, name, tensor)
-    if tensor.shape != input.shape:
+    if not same(tensor.shape, input.shape):
         raise wrong(op, name, f"the input's shape {list(input.shape)}", list(tensor.shape))
 
 
 def _check_mask(op: str, name: str, mask: Tensor, shape: tuple, input: Tensor) -> None:
     check_tensor(op, name, mask, "a Tensor or None")
-    if mask.shape != input.shape or mask.layout != torch.strided:
+    if not same(mask.shape, input.shape) or mask.layout != torch.strided:
         got = f"{list(mask.shape)} {mask.layout}"
         raise wrong(op, name, f"the input's shape {list(input.shape)}", got)
     if mask.dtype != torch.bool:
@@ -219,19 +224,18 @@ def _check_mask(op: str, name: str, mask: Tensor, shape: tuple, input: Tensor) -
 
 def _check_vector(op: str, name: str, vector: Tensor, shape: tuple, input: Tensor) -> None:
     _check_affine(op, name, vector, shape, input)
-    if vector.shape != shape:
+    if not same(vector.shape, shape):
         takes = f"the shape of normalized_shape {list(shape)}"
         raise wrong(op, name, takes, list(vector.shape))
 
 
 def _check_affine(op: str, name: str, parameter: Tensor, shape: tuple, input: Tensor) -> None:
     check_tensor(op, name, parameter, "a Tensor or None")
-    if parameter.shape != shape:
-        by_heads = input.shape[-len(shape) - 1 :]
-        if len(by_heads) == len(shape) or parameter.shape != by_heads:
-            or_heads = f" or, by heads, {list(by_heads)}" if len(by_heads) > len(shape) else ""
-            takes = f"the shape of normalized_shape {list(shape)}{or_heads}"
-            raise wrong(op, name, takes, list(parameter.shape))
+    by_heads = input.shape[-len(shape) - 1 :]
+    if not same(parameter.shape, shape if parameter.dim() == len(shape) else by_heads):
+        or_heads = f" or, by heads, {list(by_heads)}" if len(by_heads) > len(shape) else ""
+        takes = f"the shape of normalized_shape {list(shape)}{or_heads}"
+        raise wrong(op, name, takes, list(parameter.shape))
 
 
 def _check_group(op: str, name: str, tensor: Tensor, shape: tuple, input: Tensor) -> None:
@@ -239,11 +243,10 @@ def _check_group(op: str, name: str, tensor: Tensor, shape: tuple, input: Tensor
     check_tensor(op, name, tensor)
     leading = list(input.shape[: input.dim() - len(shape)])
     groups = list(leading_groups(tensor.shape, len(shape)))
-    fits = tensor.shape[-len(shape) :] == shape and len(groups) <= len(leading)
+    fits = same(tensor.shape[-len(shape) :], shape) and len(groups) <= len(leading)
     if fits and groups:
         *before, last = leading[: len(groups)]
-        divides = groups[-1] == last or (groups[-1] and not last % groups[-1])
-        fits = groups[:-1] == before and divides
+        fits = same(groups[:-1], before) and divides(groups[-1], last)
     if not fits:
         takes = f"leading sizes of the input's {leading}, of which the last may be a divisor"
         takes += f", and then normalized_shape {list(shape)}"
@@ -270,7 +273,7 @@ def _check_together(op: str, given: dict, options: dict) -> None:
     """Check that tensors and options fit each other."""
     for prefix in ("", "next_"):  # a bias is by heads where its weight is
         weight, bias = given.get(f"{prefix}weight"), given.get(f"{prefix}bias")
-        if weight is not None and bias is not None and weight.shape != bias.shape:
+        if weight is not None and bias is not None and not same(weight.shape, bias.shape):
             takes = f"the shape of {prefix}weight {list(weight.shape)}"
             raise wrong(op, f"{prefix}bias", takes, list(bias.shape))
     input, residual, addend = map(given.get, ("input", "residual", "addend"))
@@ -280,7 +283,7 @@ def _check_together(op: str, given: dict, options: dict) -> None:
     if "shift" in given:
         for name in ("shift", "gate"):
             tensor, shape = given[name], given["scale"].shape
-            if tensor is not None and tensor.shape != shape:
+            if tensor is not None and not same(tensor.shape, shape):
                 raise wrong(op, name, f"the shape of scale {list(shape)}", list(tensor.shape))
         if given["gate"] is not None and residual is None:
             takes = "None without a residual, to which gate · input is added"
@@ -395,12 +398,12 @@ def _check_key(given: dict[str, Any], shape: tuple[int, ...]) -> None:
         return
     _check_at("key", key, None, x)
     others = [*x.shape[:-2], x.shape[-1]]
-    if key.dim() != x.dim() or [*key.shape[:-2], key.shape[-1]] != others:
+    if key.dim() != x.dim() or not same([*key.shape[:-2], key.shape[-1]], others):
         takes = f"the input's shape {list(x.shape)} but for the heads"
         raise wrong(ROPE, "key", takes, list(key.shape))
     if key.dtype != x.dtype:
         raise wrong(ROPE, "key", f"the input's dtype {x.dtype}", key.dtype)
-    if len(shape) == 2 and x.shape[-2] == 1 != key.shape[-2]:
+    if len(shape) == 2 and known(x.shape[-2] == 1) and known(key.shape[-2] != 1):
         takes = "one head where the input has one that is normalised as a token"
         raise wrong(ROPE, "key", takes, key.shape[-2])
     if (given["weight"] is None) != (given["key_weight"] is None):
@@ -414,7 +417,7 @@ def _check_key(given: dict[str, Any], shape: tuple[int, ...]) -> None:
 def _check_at(name: str, tensor: Any, shape: Sequence[int] | None, x: Tensor) -> None:
     """Check a tensor's type, layout, dtype, device and, if there is one to have, its shape."""
     check_tensor(ROPE, name, tensor)
-    if shape is not None and tensor.shape != tuple(shape):
+    if shape is not None and not same(tensor.shape, shape):
         raise wrong(ROPE, name, f"the shape {list(shape)}", list(tensor.shape))
     check_dtype(ROPE, name, tensor)
     check_device(ROPE, name, tensor, x)
@@ -466,7 +469,7 @@ def _broadcasts(sizes: list[int], tokens: list[int]) -> bool:
     if len(sizes) > len(tokens):
         return False
     own = tokens[len(tokens) - len(sizes) :]
-    return all(a in (1, b) for a, b in zip(sizes, own, strict=True))
+    return all(known(a == 1) or holds(a == b) for a, b in zip(sizes, own, strict=True))
 
 
 def check_values(positions: Tensor | None, cos: Tensor) -> bool:
@@ -476,9 +479,5 @@ def check_values(positions: Tensor | None, cos: Tensor) -> bool:
     """
     if positions is None or is_compiling() or not settings().debug:
         return False
-    if positions.numel():
-        least, most = (int(end) for end in positions.aminmax())
-        if least < 0 or most >= cos.shape[0]:
-            takes = f"numbers from 0 to {cos.shape[0] - 1}, the rows of cos and sin"
-            raise wrong(ROPE, "positions", takes, f"{least} to {most}", IndexError)
+    check_positions(positions, cos)
     return True

@@ -1,7 +1,6 @@
 """The derivative of every op: one autograd Function, for eager calls and for the ops."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,35 +36,27 @@ class Call(Function):
         eps, bound, run = how
         if not bound.differentiable:
             refuse_gradient(bound.op, bound.options)
-        made = run(tensors, eps)
+        made = None if bound.gradients is None else run.repeated(tensors, eps)
+        if made is None:
+            made = run(tensors, eps)
         saved = made if bound.save else bound.unsaved(made)
         ctx.save_for_backward(*bound.kept((*tensors, *saved)))
         if bound.fixed:
             fixed = [made[i] for i in bound.fixed if made[i] is not None]
             ctx.mark_non_differentiable(*fixed)
         ctx.set_materialize_grads(False)
-        ctx.eps, ctx.bound = eps, bound
-        return made[: bound.returned]
+        ctx.how = how
+        return tuple(made[: bound.returned])
 
     @staticmethod
     def backward(ctx, *grads):
-        asked = asked_of(ctx)
-        # Asking for the saved tensors calls their hooks.
-        return None, *backward(ctx.bound, asked[1:], grads, ctx.saved_tensors, ctx.eps)
-
-
-def backward(
-    bound: Any, asked: tuple[bool, ...], grads: Sequence[Tensor | None], saved: Sequence, eps: Any
-) -> tuple[Tensor | None, ...]:
-    """The gradient of each tensor that an op takes, by a Bound's passes where they serve.
-
-    asked: whether each tensor needs its gradient. grads: of the Function's results.
-    """
-    if bound.gradients is not None and not torch.is_grad_enabled():
-        run = bound.gradients(asked, tuple([g is not None for g in grads]))
-        if run.plain.takes((*grads, *saved)):  # a hook of saved tensors may return any tensor
-            return run(grads, saved, bound.eps_of(eps))
-    return gradients(bound, asked, grads, saved, eps)
+        (eps, bound, _), asked = ctx.how, asked_of(ctx)
+        saved = ctx.saved_tensors  # asking calls the hooks of saved tensors
+        if bound.gradients is not None and not torch.is_grad_enabled():
+            run = bound.gradients(asked, *[g is not None for g in grads])
+            if run.plain.takes((*grads, *saved)):  # a hook of saved tensors may return any tensor
+                return run(grads, saved, eps)
+        return None, *gradients(bound, asked[1:], grads, saved, eps)
 
 
 def gradients(

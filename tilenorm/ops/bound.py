@@ -232,15 +232,15 @@ class Bound(OpSpecs):
 
         return apart
 
-    def _gradients(self, asked: tuple[bool, ...], arrived: tuple[bool, ...]) -> Callable:
-        """A function of (grads, saved, eps) that returns a gradient for each tensor that the op
-        takes, or None: Gradients where passes make them all. Its attribute `plain` tells whether
-        tensors may be given to it directly.
+    def _gradients(self, asked: tuple[bool, ...], *arrived: bool) -> Callable:
+        """A function of (grads, saved, eps) that returns None, and a gradient for each tensor that
+        the op takes, or None: Gradients where passes make them all. Its attribute `plain` tells
+        whether tensors may be given to it directly.
 
-        asked: for each tensor that the op takes, whether its gradient is asked for. arrived: for
-        each result of the autograd Function, whether its gradient comes in.
+        asked: for each input of the autograd Function, of which the first is no tensor, whether its
+        gradient is asked for. arrived: for each of its results, whether its gradient comes in.
         """
-        op, norms, steps = self.op, self.norms, self.steps(asked, *arrived)
+        op, norms, steps = self.op, self.norms, self.steps(asked[1:], *arrived)
         first = 1 + len(arrived)
         arriving = [1 + i if came else None for i, came in enumerate(arrived)]
         saved, passes = range(first, first + self.saves), []
@@ -256,7 +256,8 @@ class Bound(OpSpecs):
                 *kept[: len(step.spec.kept)],
             )
             run = norms[step.place].backward(step.spec, step.needs)
-            passes.append((run, tuple([NONE if p is None else p for p in reads]), step.place))
+            places = tuple([NONE if p is None else p for p in reads])
+            passes.append((run, places, step.place if op.calls else None))
             start, end = end, end + len(step.needs.gradients)
             return range(start, end)
 
@@ -270,7 +271,7 @@ class Bound(OpSpecs):
             return norms[step.place].backward(step.spec, step.needs)(tensors, eps)
 
         def several(grads, saved, eps):
-            return run_steps(op, steps, grads, saved, eps, run)
+            return None, *run_steps(op, steps, grads, saved, self.eps_of(eps), run)
 
         several.plain = Plain()  # type: ignore[attr-defined]
         return several

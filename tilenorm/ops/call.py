@@ -55,12 +55,12 @@ def call(
     tensors: in the order in which the op takes them; the residual may be a sequence, see
     arguments.spread. asked: the values of the op's options, as the caller gives them.
     """
-    if not is_dynamo_compiling() and NATIVE.served is not None:
-        made = NATIVE.served(op, tensors, normalized_shape, eps, asked, backend)
-        if made is not None:
-            return made
     known = None
-    if not is_compiling():
+    if not is_dynamo_compiling():  # the guards find what other tracers give
+        if NATIVE.served is not None:
+            made = NATIVE.served(op, tensors, normalized_shape, eps, asked, backend)
+            if made is not None:
+                return made
         if has_torch_function(tensors):  # torch.compile calls it at the operations in the graph
             return overrides.overridden(op, tensors, normalized_shape, eps, asked, backend)
         given, absent = [], 1
@@ -92,13 +92,14 @@ def call(
                 else:
                     if recorded and is_grad_enabled():
                         made = apply((own, bound, bound.training), *tensors)
-                    else:
-                        made = bound.inference(tensors, own)
-                    if NATIVE.served is not None:
+                    elif (made := bound.inference.repeated(tensors, own)) is None:
+                        made = bound.inference.cold(tensors, own)
+                    if NATIVE.served is None:
+                        if NATIVE.waits:
+                            NATIVE.look()
+                    elif bound.inference.ready or bound.training.ready:
                         arguments_of = op, tensors, normalized_shape, eps, asked, backend
                         tell(bound, own, recorded, arguments_of)
-                    elif NATIVE.waits:
-                        NATIVE.look()
                     return made
     if known is None and arguments.is_sequence(OPS[op], tensors):
         tensors = arguments.spread(OPS[op], tensors)

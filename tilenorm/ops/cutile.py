@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..launch.arrays import BackwardArrays, ForwardArrays, RopeBackwardArrays, RopeForwardArrays
 from ..launch.calls import ABSENT, Launch, Needs
-from ..launch.driver import Repeated, prepare, primary_context
+from ..launch.driver import Repeated, in_parts, prepare, primary_context
 from ..launch.kernel import launch
 from ..launch.plan import BackwardPlan, ForwardPlan, chain_refused, plan_backward, plan_forward
 from ..launch.target import Target
@@ -21,8 +21,8 @@ from ..launch.toolchain import CompileError
 from ..spec import NormSpec
 from ..table import FACTORS, LIES, MASK, OPS, VECTOR, Op
 from . import native, torch_private
-from .layout import VECTOR_BYTES, lie_as_read, shaped_as, shown_as
-from .passes import Pass, Served
+from .layout import lie_as_read, shaped_as, shown_as
+from .passes import Pass, Repeat, Served
 from .quantize import with_codes
 from .reference import STATISTICS
 from .shapes import Layout, Layouts, RotatedLayouts
@@ -98,8 +98,8 @@ class Kernels:
         stream = torch_private.current_stream(index)
         again = prepare(index, stream, launches, arrays, numbered, count)
         native.state().want(index)
-        kind = native_repeat_of if native.state().extension else repeat_of
-        return results, again and kind(again, layout, index, self.grouped, self._results, len(read))
+        how = layout, index, self.grouped, self._results, len(read)
+        return results, again and repeat_of(again, *how)
 
     def _launched(self, tensors: Sequence[Tensor | None], eps: float) -> tuple:
         x: Any = tensors[self.input]
@@ -125,22 +125,6 @@ class Kernels:
         return tuple(made[: self._results]), layout, *launched
 
 
-def native_repeat_of(
-    launch: Repeated,
-    layout: Layout,
-    index: int,
-    grouped: Sequence[int],
-    results: int,
-    reads: int,
-) -> Callable[[Sequence[Tensor | None]], tuple | None]:
-    """As repeat_of, by the extension in C++. It calls `launch` where that is of the tests."""
-    made = [how and tuple(how) for how in layout.made]
-    launches = getattr(launch, "launches", launch)
-    places = list(grouped), made, layout.cleared, layout.shown
-    context = primary_context(index)
-    return native.state().extension.repeat(index, context, reads, *places, results, launches)
-
-
 def repeat_of(
     launch: Repeated,
     layout: Layout,
@@ -148,51 +132,21 @@ def repeat_of(
     grouped: Sequence[int],
     results: int,
     reads: int,
-) -> Callable[[Sequence[Tensor | None]], tuple | None]:
-    """A function of the tensors that a pass reads, with the shapes and dtypes of an earlier call,
-    that does the same as that call; None, and nothing done, where it has to be done another way.
+) -> Any:
+    """What repeats a call: a Repeat, or the extension's function of the tensors, which returns the
+    results or None. In tests that function calls `launch`.
+
     results: how many of the tensors that are made it returns. reads: how many it reads.
-
-    In a step of a model this code has left the caches of the CPU when it runs: on the host of an
-    H100 it took 8 times as long as in a loop. So it is one function with few names.
     """
-    allocated, cleared, shown = layout.made, layout.cleared, layout.shown
-    current_stream = torch_private.current_stream
+    extension = native.state().extension
+    if extension is not None:
+        made = [how and tuple(how) for how in layout.made]
+        launches = getattr(launch, "launches", launch)
+        places = list(grouped), made, layout.cleared, layout.shown
+        return extension.repeat(index, primary_context(index), reads, *places, results, launches)
     empty = torch_private.empty_strided_cuda if index >= 0 else _empty_strided_cpu
-
-    def repeat(tensors: Sequence[Tensor | None]) -> tuple | None:
-        starts, every = [], 0
-        for place, tensor in enumerate(tensors):
-            if tensor is None:
-                starts.append(0)
-            elif tensor.is_contiguous() or place in grouped:
-                start = tensor.data_ptr()
-                starts.append(start)
-                every |= start
-            else:
-                return None
-        if every % VECTOR_BYTES:
-            return None
-        made: list = []
-        for how in allocated:
-            if how is None:
-                made.append(None)
-                starts.append(0)
-            else:
-                tensor = empty(*how)
-                made.append(tensor)
-                starts.append(tensor.data_ptr())
-        for place in cleared:
-            made[place].zero_()
-        if tensor.get_device() != index:  # the last one made: another device is the current one
-            return None
-        if not launch(current_stream(index), starts):
-            return None
-        for place, *how in shown:
-            made[place] = shown_as(made[place], *how)
-        return tuple(made[:results])
-
-    return repeat
+    how = layout.made, layout.cleared, layout.shown, frozenset(grouped), index, results
+    return Repeat(*how, empty, torch_private.current_stream, launch, *in_parts(launch))
 
 
 def bind(plan: Any, run: Run = on_device) -> Kernels:

@@ -50,7 +50,8 @@ def rms_norm_rope(
             them the same is done, with key_weight, (D,) or (heads of the key, D).
         positions: int32 or int64, of the tokens' shape or what broadcasts to it: each token's row
             in cos and sin. The kernels read what is there for one that is out of range or negative;
-            TILENORM_DEBUG=1 checks them in eager calls, and waits for the GPU to do so.
+            TILENORM_DEBUG=1 checks them in eager calls, and waits for the GPU to do so. On the CPU
+            every call checks them.
         rotary_dim: how many elements of a head are rotated, the first ones; None for all. The
             others are normalised alone.
         interleaved: elements 2 i and 2 i + 1 are a pair, else i and i + rotary_dim / 2. Columns of
@@ -78,7 +79,7 @@ def rms_norm_rope(
             a key, one weight of two, heads first without four dimensions.
         NotImplementedError: nested tensors, DTensors that are cut in a normalised dimension, and
             positions that are no int32 or int64.
-        IndexError: positions out of range, with TILENORM_DEBUG=1.
+        IndexError: positions out of range, on the CPU or with TILENORM_DEBUG=1.
         The others are those of tilenorm.rms_norm.
     """
     first = heads_first if output_heads_first is None else output_heads_first

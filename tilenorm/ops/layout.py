@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..spec import NormSpec
+from .sizes import known
 from .torch_private import reinterpret
 
 VECTOR_BYTES = 16
@@ -136,7 +137,7 @@ def leading_groups(shape: Sequence[int], dims: int) -> tuple[int, ...]:
     dimensions are normalised.
     """
     groups = list(shape[: max(0, len(shape) - dims)])
-    while groups and groups[-1] == 1:
+    while groups and known(groups[-1] == 1):
         groups.pop()
     return tuple(groups)
 

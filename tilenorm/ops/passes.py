@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..launch.toolchain import CompileError
 from .direct import Plain
+from .layout import VECTOR_BYTES, shown_as
 
 MOST_CALLS = 256  # that differ in shapes or eps, for which a pass keeps what repeats them
 NONE = 0  # the place of what is absent, see Gradients
@@ -20,6 +21,31 @@ class Served(NamedTuple):
 
     run: Callable
     failed: Callable[[CompileError], None]
+
+
+class Repeat(NamedTuple):
+    """What repeats an earlier call, with the shapes and dtypes of its tensors: see Pass.repeated.
+
+    made: what is allocated, the results first, then scratch; None for what is absent. cleared: the
+    places of what is zeroed. shown: of each result that a caller gets as another view, its place
+    and the arguments of layout.shown_as. strided: the places of the tensors that are read wherever
+    they lie. index: the device's. results: how many of what is made a caller gets. empty: what
+    allocates. stream: a function of the index. launch: as driver.Repeated; idle, write, queue: its
+    parts, see driver.in_parts.
+    """
+
+    made: Sequence[tuple | None]
+    cleared: Sequence[int]
+    shown: Sequence[tuple]
+    strided: frozenset[int]
+    index: int
+    results: int
+    empty: Callable[..., Tensor]
+    stream: Callable[[int], int]
+    launch: Callable[[int, Sequence[int]], bool]
+    idle: list
+    write: Callable
+    queue: Callable
 
 
 class Pass:
@@ -58,20 +84,64 @@ class Pass:
         return key
 
     def __call__(self, tensors: Sequence[Any], eps: Any) -> Sequence[Tensor | None]:
-        # What `repeated` does, without calling it: in a step of a model a call takes microseconds.
-        if self.ready:
-            key = tensors[self.input].shape, tensors[self.like].shape, eps
-            repeat: Any = self.ready.get(self.key(tensors, eps) if self.grouped else key)
-            if repeat is not None and (made := repeat(tensors)) is not None:
-                return made
-        return self.cold(tensors, eps)
+        made = self.repeated(tensors, eps)
+        return self.cold(tensors, eps) if made is None else made
 
     def repeated(self, tensors: Sequence[Any], eps: Any) -> Sequence[Tensor | None] | None:
-        """The same by the launches of an earlier call; None, and nothing done, where there is none
-        or the tensors lie otherwise.
+        """The same by the launches of an earlier call; None, and nothing that counts is done, where
+        there is none, or where the tensors lie otherwise.
+
+        In a step of a model this code has left the caches of the CPU when it runs: on the host of
+        an H100 it took 8 times as long as in a loop. So it is one function, and its callers call
+        it and `cold` in place of the pass.
         """
-        repeat = self.ready.get(self.key(tensors, eps)) if self.ready else None
-        return repeat and repeat(tensors)
+        if not self.ready:
+            return None
+        key = tensors[self.input].shape, tensors[self.like].shape, eps
+        repeat: Any = self.ready.get(self.key(tensors, eps) if self.grouped else key)
+        if type(repeat) is not Repeat:  # the extension's function, or nothing
+            return repeat and repeat(tensors)
+        fresh, cleared, shown, strided, index, results = repeat[:6]
+        empty, stream, launch, idle, write, queue = repeat[6:]
+        starts, every = [], 0
+        for place, tensor in enumerate(tensors):
+            if tensor is None:
+                starts.append(0)
+            elif tensor.is_contiguous() or place in strided:
+                start = tensor.data_ptr()
+                starts.append(start)
+                every |= start
+            else:
+                return None
+        if every % VECTOR_BYTES:
+            return None
+        made: list = []
+        for how in fresh:
+            if how is None:
+                made.append(None)
+                starts.append(0)
+            else:
+                tensor = empty(*how)
+                made.append(tensor)
+                starts.append(tensor.data_ptr())
+        for place in cleared:
+            made[place].zero_()
+        if tensor.get_device() != index:  # the last one made: another device is the current one
+            return None
+        failed = not idle
+        if idle:
+            copy = idle.pop()
+            write(copy[0], 0, *starts)
+            number = stream(index)
+            for config, at, function, arguments in copy[1]:
+                config.stream = number
+                failed = failed or queue(at, function, arguments, None)
+            idle.append(copy)
+        if failed and not launch(stream(index), starts):
+            return None
+        for place, *how in shown:
+            made[place] = shown_as(made[place], *how)
+        return tuple(made[:results])
 
     def cold(self, tensors: Sequence[Tensor | None], eps: Any) -> Sequence[Tensor | None]:
         """The same by the implementation's function. What repeats a call is prepared when it comes
@@ -104,21 +174,26 @@ class Gradients:
     """The passes that make the gradients that are asked for, of the gradients that arrive.
 
     Places count None first, then the gradients of the op's results, what autograd has saved, and
-    what each pass makes. passes: each with the places of what it reads, and its eps' place among
-    those of the op. gives: the place of the gradient of each tensor that the op takes.
+    what each pass makes. passes: each with the places of what it reads, and the place of its eps
+    among those of the op, None where the op has one eps. gives: the place of the gradient of each
+    tensor that the op takes.
     """
 
-    def __init__(self, passes: Sequence[tuple[Pass, tuple[int, ...], int]], gives: Sequence[int]):
+    def __init__(
+        self, passes: Sequence[tuple[Pass, tuple[int, ...], int | None]], gives: Sequence[int]
+    ):
         self.passes, self.gives, self.plain = tuple(passes), tuple(gives), Plain()
         self._each = [(run, itemgetter(*reads), own) for run, reads, own in passes]
-        self.take: Callable[[Sequence], tuple] = itemgetter(*gives)
+        # With None in front, as autograd's Function returns it.
+        self._take: Callable[[Sequence], tuple] = itemgetter(NONE, *gives)
 
-    def __call__(self, grads: Sequence, saved: Sequence, eps: Sequence[float]) -> tuple:
-        return self.take(self.every(grads, saved, eps))
-
-    def every(self, grads: Sequence, saved: Sequence, eps: Sequence[float]) -> list:
-        """What stands at each place, once the passes have run."""
-        every = [None, *grads, *saved]
+    def __call__(self, grads: Sequence, saved: Sequence, eps: Any, every: Any = None) -> tuple:
+        """None and the gradients. every: a list, which gets what stands at each place."""
+        every = [] if every is None else every
+        every += None, *grads, *saved
         for run, read, own in self._each:
-            every += run(read(every), eps[own])
-        return every
+            given, of = read(every), eps if own is None else eps[own]
+            if (made := run.repeated(given, of)) is None:
+                made = run.cold(given, of)
+            every += made
+        return self._take(every)

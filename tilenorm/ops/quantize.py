@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 from ..launch.scales import TILE_GROUPS, TILE_ROWS, Scales
 from ..spec import FP8, NormSpec, Quantization
 from .layout import shown_as
+from .sizes import known
 
 SMALLEST = 1e-12  # a group whose largest magnitude is smaller has the factor of this
 FIELD = 23  # the bits of float32's mantissa
@@ -59,7 +60,10 @@ def quantize(
     q = (v * factor).clamp(-most, most).reshape(y.shape).to(getattr(torch, how.dtype))
     amax = None
     if how.amax:
-        amax = v.abs().amax((0, 1, 2)).reshape(1) if v.numel() else v.new_zeros(1)
+        if known(v.numel() > 0):
+            amax = v.abs().amax((0, 1, 2)).reshape(1)
+        else:  # of no rows it is 0
+            amax = torch.cat((v.abs().flatten(), v.new_zeros(1))).amax().reshape(1)
     return q, scale, amax
 
 

@@ -18,7 +18,8 @@ from ..spec import NormSpec, Options
 from ..table import FACTORS, MASK, OPS, VECTOR
 from .layout import rows_shape
 from .quantize import with_codes
-from .rotation import Turns, rotate, rotate_back
+from .rotation import Turns, check_positions, rotate, rotate_back
+from .sizes import known
 from .torch_private import fused_rms_norm, reshaped
 
 native_layer_norm_backward = torch.ops.aten.native_layer_norm_backward
@@ -38,6 +39,9 @@ def bind_forward(spec: NormSpec) -> Callable | None:
 
     def forward(tensors: tuple, eps: float) -> tuple:
         given, x = dict(zip(roles, tensors, strict=True)), tensors[0]
+        positions = given.get("positions")
+        if positions is not None and positions.is_cpu:  # PyTorch takes negative ones from the end
+            check_positions(positions, given["cos"])
         if has_operator and x.is_cpu and x.numel():
             found = _by_operator(plain, given, eps)
         else:
@@ -258,20 +262,27 @@ def by_groups(rows: Tensor, parameter: Tensor, function: Callable) -> Tensor:
 
     rows: (..., hidden), in the dimensions of the input where the parameter has several rows.
     """
-    if not parameter.numel() or not rows.numel():
+    if known(parameter.numel() == 0) or known(rows.numel() == 0):
         return rows
-    hidden = rows.shape[-1]
-    groups = parameter.numel() // hidden
-    each = rows.reshape(groups, -1, hidden)
-    return function(each, parameter.reshape(groups, 1, hidden)).reshape(rows.shape)
+    each = _in_groups(rows, parameter)
+    return function(each, parameter.reshape(-1, 1, rows.shape[-1])).reshape(rows.shape)
 
 
 def sums_by_group(rows: Tensor, like: Tensor) -> Tensor:
     """The sum over the rows of each group, in the shape of a tensor that lies by group."""
-    if not rows.numel() or not like.numel():
+    if known(rows.numel() == 0) or known(like.numel() == 0):
         return rows.new_zeros(like.shape)
+    return _in_groups(rows, like).sum(1).reshape(like.shape)
+
+
+def _in_groups(rows: Tensor, like: Tensor) -> Tensor:
+    """Rows as (groups, rows of a group, hidden). like: a tensor that lies by group."""
     hidden = rows.shape[-1]
-    return rows.reshape(like.numel() // hidden, -1, hidden).sum(1).reshape(like.shape)
+    count, groups = rows.numel() // hidden, like.numel() // hidden
+    each = count // groups
+    if not known(each * groups == count):  # a graph's groups, of which none may be left
+        each = count // torch.sym_max(groups, 1)
+    return rows.reshape(groups, each, hidden)
 
 
 def gated(spec: NormSpec, x: Tensor, gate: Tensor | None, other: Tensor) -> Tensor:

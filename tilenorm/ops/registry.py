@@ -12,10 +12,10 @@ from torch import Tensor
 from ..launch.calls import Needs
 from ..launch.target import MACHINES, MULTIPROCESSORS, Target
 from ..launch.toolchain import (
-    CUDA_TILE_MISSING,
     CompileError,
     ToolchainError,
     compiler_problem,
+    cuda_tile_missing,
     driver_version,
 )
 from ..launch.tuned.rules import MODULATED_ROW
@@ -65,8 +65,8 @@ class Implementation:
 
 
 def cutile_refuses(spec: NormSpec, rows: int, device: Device) -> str | None:
-    if CUDA_TILE_MISSING:
-        return CUDA_TILE_MISSING
+    if missing := cuda_tile_missing():
+        return missing
     if device.kind != "cuda":
         return f"the input is on {device.kind}; cuTile runs on NVIDIA GPUs"
     if device.target.arch not in MULTIPROCESSORS:
@@ -171,10 +171,11 @@ def select(spec: NormSpec, rows: int, device: Device, backend: str | None) -> Im
 
     Raises ValueError for an unknown backend, RuntimeError when the one asked for refuses.
     """
-    backend = backend or requested_backend()
+    if backend is None and (backend := requested_backend()) is not None:
+        check_backend(spec.op, backend, "TILENORM_BACKEND")
+    elif backend is not None:
+        check_backend(spec.op, backend)
     known = {i.name: i for i in REGISTRY}
-    if backend is not None and backend not in known:
-        raise ValueError(f"backend: got {backend!r}, takes one of {', '.join(known)} or None")
     found = refusals(spec, rows, device)
     if backend is not None:
         if reason := found[backend]:
@@ -194,6 +195,17 @@ def select(spec: NormSpec, rows: int, device: Device, backend: str | None) -> Im
 def _told() -> dict[str, object]:
     """The warnings so far: each is given once, also to threads that meet a spec at once."""
     return {}
+
+
+def check_backend(op: str, backend: str, name: str = "argument 'backend'") -> None:
+    """Raise ValueError unless there is an implementation of that name.
+
+    name: of what asks for it, the argument or a variable.
+    """
+    names = [implementation.name for implementation in REGISTRY]
+    if backend not in names:
+        takes = " or ".join(map(repr, names))
+        raise ValueError(f"{op}: {name} takes {takes} or None, got {backend!r}")
 
 
 def select_reference(

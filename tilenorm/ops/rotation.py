@@ -36,6 +36,17 @@ class Turns(NamedTuple):
         return cls(*found)
 
 
+def check_positions(positions: Tensor, table: Tensor) -> None:
+    """Raise IndexError unless each position is a row of the tables. This waits for a GPU."""
+    if positions.numel():
+        least, most = (int(end) for end in positions.aminmax())
+        if least < 0 or most >= table.shape[0]:
+            takes = f"numbers from 0 to {table.shape[0] - 1}, the rows of cos and sin"
+            raise IndexError(
+                f"rms_norm_rope: argument 'positions' takes {takes}, got {least} to {most}"
+            )
+
+
 def rotate(
     how: Rotation, rows: Tensor, turns: Turns, dtype: torch.dtype, early: bool = False
 ) -> Tensor:

@@ -17,6 +17,9 @@ each group. Rows are not cut in a dimension that groups divide.
 Where heads are rotated, the rows are heads, or tokens, also those of a key. Tables and positions
 are cut in a dimension d that they have as the tokens have it, and else replicated.
 
+A dimension whose size the data alone tell has a row where the input is cut in it already: DTensor
+compares the sizes of each row with the number of processes.
+
 DTensor's search takes the row that costs least, and moves what does not fit it: it reduces or
 reduce-scatters a tensor that is Partial, and gathers one that is cut in a normalised dimension. The
 functions do not call an op with such a tensor: sharded_rows.py computes the norm.
@@ -27,12 +30,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import zip_longest
+from operator import eq
 from typing import Any
 
 import torch
 
 from ..table import QUANTIZED_NORMS, Inner, Op
 from .layout import leading_groups, rows_shape
+from .sizes import has_value, known
 from .torch_private import keep_every_argument
 
 # Placements of the results, and of the arguments: None for one that is no tensor.
@@ -102,7 +107,8 @@ def rules(x: Any, parameters: Sequence[Any], hidden: int) -> Iterator[Rule]:
     firsts = {_heads_of(x, p, hidden, leading) for p in parameters if p is not None}
     before = min({leading, *firsts})
     for d in range(before):
-        yield _cut(Shard(d), Replicate(), Partial())
+        if has_value(x.shape[d]) or Shard(d) in x.placements:
+            yield _cut(Shard(d), Replicate(), Partial())
     # No shard of heads fits both a parameter by heads and one that all heads share.
     if before < leading and len(firsts) == 1 and _ends(x, *parameters):
         yield _cut(Shard(before), Shard(0), Shard(0))
@@ -116,7 +122,7 @@ def _heads_of(x: Any, parameter: Any, hidden: int, leading: int) -> int:
     behind it. The parameter's shape tells it, because the input's shape ends in that shape. One
     that lies otherwise has an answer of 0, so that no dimension is cut.
     """
-    if math.prod(parameter.shape) == hidden:  # all heads share it
+    if known(math.prod(parameter.shape) == hidden):  # all heads share it
         return leading
     return len(x.shape) - len(parameter.shape) if _ends(x, parameter) else 0
 
@@ -124,7 +130,8 @@ def _heads_of(x: Any, parameter: Any, hidden: int, leading: int) -> int:
 def _ends(x: Any, *parameters: Any) -> bool:
     """Whether the input's shape ends in the shape of each parameter that there is."""
     shapes = [tuple(p.shape) for p in parameters if p is not None]
-    return all(tuple(x.shape)[max(0, len(x.shape) - len(s)) :] == s for s in shapes)
+    ends = [(x.shape[max(0, len(x.shape) - len(s)) :], s) for s in shapes]
+    return all(len(a) == len(b) and all(map(known, map(eq, a, b))) for a, b in ends)
 
 
 def _cut(rows: Any, affine: Any, derivative: Any) -> Rule:
@@ -144,7 +151,7 @@ def rules_by_group(x: Any, parameters: Sequence[Any], scale: Any, hidden: int) -
             yield rule | {"group derivative": Partial()}
         elif d < 0:
             yield rule
-        elif groups[d] == x.shape[d]:
+        elif known(groups[d] == x.shape[d]):
             yield rule | {"group": Shard(d), "group derivative": Shard(d)}
 
 
@@ -160,7 +167,7 @@ def rules_rotated(
         if rule:
             d = rule["rows"].dim
             own = d - tokens + len(sizes)  # the dimension that lies on the tokens' d
-            if d < tokens and own >= 0 and sizes[own] != 1:
+            if d < tokens and own >= 0 and not known(sizes[own] == 1):
                 rule |= {lies: Shard(own)}
             if heads_first:
                 rule |= {"heads": Shard({1: 2, 2: 1}.get(d, d))}

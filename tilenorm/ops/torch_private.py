@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from . import torch_checks as checks
 
@@ -198,7 +198,7 @@ def asked_of(ctx) -> tuple[bool, ...]:
     """
     mask = ctx.needs_input_grad
     # TorchDynamo cannot trace what asks the engine.
-    if is_compiling() or not _engine_tells() or _pass_wants_all():
+    if is_dynamo_compiling() or not _engine_tells() or _pass_wants_all():
         return mask
     if _running_node() is not ctx:
         return mask  # called in a pass of another graph, or by compiled autograd

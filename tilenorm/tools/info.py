@@ -10,16 +10,17 @@ from ..launch.calls import every_gradient
 from ..launch.target import MULTIPROCESSORS
 from ..launch.toolchain import (
     COMPILER_PACKAGES,
-    CUDA_TILE_MISSING,
     CompileError,
     cache_folder,
     cache_problem,
     compiler_path,
     compiler_problem,
     compiler_version,
+    cuda_tile_missing,
     driver_version,
     package_version,
 )
+from ..ops import native
 from ..ops.registry import Device, device_of, record_failure, refusals
 from ..ops.torch_private import rms_norm_of_torch
 from ..spec import NormSpec
@@ -35,7 +36,8 @@ def information() -> tuple[list[str], list[str]]:
     lines = [f"python {platform.python_version()}"]
     lines += [f"{name} {package_version(name)}" for name in PACKAGES]
     lines.append(f"RMSNorm of torch on CUDA: {rms_norm_of_torch()}")
-    if not CUDA_TILE_MISSING:
+    lines.append(f"repeated calls: {native.state().told()}")
+    if not cuda_tile_missing():
         lines += [*_toolchain(wrong), *_tables(wrong)]
     devices: list[tuple] = [("cuda", i) for i in range(torch.cuda.device_count())]
     if devices:

@@ -21,8 +21,8 @@ from tests.ops.test_add import spec_of as spec_of_chain
 from tilenorm.launch import heuristics
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.target import TARGETS, Target
-from tilenorm.launch.tuned import TABLES
 from tilenorm.launch.tuned.rules import GATED_FLOAT16
+from tilenorm.launch.tuned.tables import TABLES
 from tilenorm.spec import NormSpec, Quantization
 from tilenorm.tools.dev.digests import Case, rotations
 from tilenorm.tools.explain import token_rows

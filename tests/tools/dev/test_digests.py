@@ -10,7 +10,7 @@ from tilenorm import tools
 from tilenorm.__main__ import main
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.target import TARGETS, Target
-from tilenorm.launch.tuned import TABLES
+from tilenorm.launch.tuned.tables import TABLES
 from tilenorm.spec import NormSpec
 from tilenorm.tools.dev import digests
 from tilenorm.tools.dev.digests import Case

@@ -1,16 +1,7 @@
 """Blocks of a model: what stands around a norm in a forward, computed with the norm.
 
 A block's forward is a Python function, whose source is read. Where a patched norm follows the sum
-that it normalises, one call of add_rms_norm or add_layer_norm computes both:
-
-    x = a + b                     x, normed = self.one_pass(self.norm, (a, b))
-    residual = x                  residual = x
-    x = self.norm(x)              x = normed
-
-    x = self.norm(a + b)          x = self.one_pass(self.norm, (a, b))[1]
-
-A patched norm's class has a function for such sums, which compares and calls in one frame. So the
-first line is in truth `getattr((norm := self.norm).__class__, SUM, self.one_pass)(norm, (a, b))`.
+that it normalises, one call of add_rms_norm or add_layer_norm computes both: see sums.py.
 
 Where a modulation follows a patched norm, one call of modulated_rms_norm or modulated_layer_norm
 computes both, with or without the shift, and a sum right before the norm too:
@@ -35,7 +26,6 @@ the statements otherwise.
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable
 from functools import cache, partial, update_wrapper
 from types import CellType, CodeType, FunctionType
 from typing import Any
@@ -43,14 +33,12 @@ from typing import Any
 from torch import nn
 
 from .classes import content_of, patched_subclass
-from .forwards import SUM, one_pass
+from .forwards import one_pass
+from .rewriter import GETATTR, ONE_PASS, ROTATED, Rewriter, names_in
 from .rotary import PLACES, casts_back, rotated
+from .sums import IS_PLAIN, Sums, is_plain
 from .twin import Unrecognised
 
-NORM = "_tilenorm_norm"  # a local variable: the norm that is called next
-NORMED = "_tilenorm_normed_{}"  # a local variable: what the norm makes of the sum of that number
-# Methods of a rewritten class. A forward may have variables of its own that are named as builtins.
-ONE_PASS, ROTATED, GETATTR = "_tilenorm_one_pass", "_tilenorm_rotated", "_tilenorm_getattr"
 # In the report and in this order: what is rewritten by each of REWRITERS.
 WHAT = {"residual": "sum before", "modulation": "modulation of", "rotation": "rotation of"}
 
@@ -74,17 +62,18 @@ def patched_block(
     functions = {name: f for name, f in forward.__globals__.items() if name in used}
     found: dict[str, dict[str, None]] = {}
     for kind in kinds:
-        rewriter = REWRITERS[kind](tree.body[0].args.args[0].arg, norms, functions)
+        rewriter = REWRITERS[kind](tree.body[0].args.args[0].arg, norms, functions, cls)
         tree, found[kind] = rewriter.visit(tree), dict.fromkeys(rewriter.found)
     texts = [f"the {WHAT[kind]} {' and '.join(found[kind])}" for kind in WHAT if found.get(kind)]
     if not texts:
-        raise Unrecognised(" and ".join(REWRITERS[kind].absent for kind in kinds))
+        absent = " or ".join(REWRITERS[kind].absent for kind in WHAT if kind in kinds)
+        raise Unrecognised(f"its forward has no {absent} a patched norm")
     made = _compiled(tree, forward)
     for wrapper in reversed(wrappers):
         made = _wrapping(wrapper, made)
-    how = f"{' and '.join(texts)} with the norm"
+    how = f"{' and '.join(texts)} with the norm, wherever its forward computes them"
     again = patched_block, cls, norms, kinds
-    methods = {ONE_PASS: one_pass, ROTATED: rotated, GETATTR: getattr}
+    methods = {ONE_PASS: one_pass, ROTATED: rotated, GETATTR: getattr, IS_PLAIN: is_plain}
     namespace = {name: staticmethod(method) for name, method in methods.items()}
     return patched_subclass(cls, made, again, lambda _: how, namespace)
 
@@ -148,121 +137,12 @@ def _like(
     return update_wrapper(made, named)
 
 
-class _Rewriter(ast.NodeTransformer):
-    """Rewrites expressions, and statements that stand in a row. found: of which norms. functions:
-    what the forward uses of its module, by name. absent: why nothing was found.
-    """
-
-    absent: str
-    assigns = True  # whether an expression may assign to a variable where it stands
-    _rewritten: Callable[[list[Any]], list[Any]]
-
-    def __init__(self, this: str, norms: tuple[str, ...], functions: dict[str, Any]):
-        self.this, self.norms, self.functions, self.found = this, norms, functions, []
-
-    def generic_visit(self, node: ast.AST) -> ast.AST:
-        super().generic_visit(node)
-        for name in ("body", "orelse", "finalbody"):
-            if isinstance(getattr(node, name, None), list):
-                setattr(node, name, self._rewritten(getattr(node, name)))
-        return node
-
-    def _is_norm(self, called: ast.expr) -> bool:
-        match called:
-            case ast.Attribute(ast.Name(this), norm):
-                return this == self.this and norm in self.norms
-        return False
-
-    def _call(self, name: str, *arguments: ast.expr) -> ast.Call:
-        function = ast.Attribute(ast.Name(self.this, ast.Load()), name, ast.Load())
-        return ast.Call(function, list(arguments), [])
-
-    def _one_pass(self, norm: ast.Attribute, terms: list, by_group: list) -> ast.Call:
-        self.found.append(norm.attr)
-        both = self._call(ONE_PASS, norm, ast.Tuple(terms, ast.Load()), *by_group)
-        if len(terms) > 1 and not by_group and self.assigns:
-            both.args[0] = ast.Name(NORM, ast.Load())
-            cls = ast.NamedExpr(ast.Name(NORM, ast.Store()), norm)
-            cls = ast.Attribute(cls, "__class__", ast.Load())
-            both.func = self._call(GETATTR, cls, ast.Constant(SUM), both.func)
-        return both
-
-    def _normed(self, node: ast.expr, norm: Any, terms: list, by_group: list) -> Any:
-        """In the place of a node: the norm alone of what one pass makes."""
-        both = self._one_pass(norm, terms, by_group)
-        return ast.copy_location(ast.Subscript(both, ast.Constant(1), ast.Load()), node)
-
-
-class _Sums(_Rewriter):
-    """Rewrites each `x = a + b`, copies of x, and `y = self.norm(x)` that stand in a row, and each
-    `self.norm(a + b)`.
-    """
-
-    absent = "no sum of two terms stands right before a patched norm"
-
-    def visit_comprehension(self, node: ast.comprehension) -> ast.AST:
-        """Python assigns to no variable in what a comprehension iterates over."""
-        before, self.assigns = self.assigns, False
-        self.generic_visit(node)
-        self.assigns = before
-        return node
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
-        match node:
-            case ast.Call(norm, [ast.BinOp(a, ast.Add(), b)], []) if self._is_norm(norm):
-                return self._normed(node, norm, [a, b], [])
-        return node
-
-    def _rewritten(self, statements: list[Any]) -> list[Any]:
-        """The statements, with a sum and its norm as one call where the sum stands."""
-        for number, statement in enumerate(statements):
-            match self._norm_of(statement):
-                case norm, x, by_group if first := self._sum_before(
-                    statements[:number], x, by_group
-                ):
-                    terms = [first.value.left, first.value.right]
-                    first.value = self._one_pass(norm, terms, by_group)
-                    normed = NORMED.format(len(self.found))
-                    names = [*first.targets, ast.Name(normed, ast.Store())]
-                    first.targets = [ast.Tuple(names, ast.Store())]
-                    statement.value = ast.Name(normed, ast.Load())
-        return statements
-
-    def _norm_of(self, statement: ast.stmt) -> tuple[Any, str, list] | None:
-        """The norm and x in y = self.norm(x), and the scale and shift if it is modulated."""
-        match statement:
-            case ast.Assign([ast.Name()], ast.Call(norm, [ast.Name(x)], [])) if self._is_norm(norm):
-                return norm, x, []
-            case ast.Assign(
-                [ast.Name()],
-                ast.Subscript(
-                    ast.Call(ast.Attribute(attr=attr), [norm, ast.Tuple([ast.Name(x)]), *by_group])
-                ),
-            ) if attr == ONE_PASS and not _names(by_group, x):
-                return norm, x, by_group
-        return None
-
-    def _sum_before(self, statements: list[Any], x: str, by_group: list) -> Any:
-        """The last x = a + b, if nothing stands behind it, or copies of x and no modulation."""
-        for statement in reversed(statements):
-            match statement:
-                case ast.Assign([ast.Name(name)], ast.BinOp(op=ast.Add())) if name == x:
-                    return statement
-                case ast.Assign([ast.Name(copy)], ast.Name(name)) if (
-                    copy != x == name and not by_group
-                ):
-                    continue
-            return None
-        return None
-
-
-class _Modulations(_Rewriter):
+class _Modulations(Rewriter):
     """Rewrites each `self.norm(x) * (1 + a) + b`, with or without b, and each `y = self.norm(x)`
     right before `y = y * (1 + a) + b`.
     """
 
-    absent = "no modulation stands right behind a patched norm"
+    absent = "modulation right behind"
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         match self._modulated(node):
@@ -279,7 +159,7 @@ class _Modulations(_Rewriter):
                     ast.Assign([ast.Name(again)], ast.BinOp() as value),
                 ) if y == again and self._is_norm(norm):
                     match self._modulated(value):
-                        case ast.Name(name), *by_group if name == y and not _names(by_group, y):
+                        case ast.Name(name), *by_group if name == y and not names_in(by_group, y):
                             statement.value = self._normed(value, norm, [x], by_group)
                             made.pop()
             made.append(statement)
@@ -299,12 +179,12 @@ class _Modulations(_Rewriter):
         return ()
 
 
-class _Rotations(_Rewriter):
+class _Rotations(Rewriter):
     """Rewrites norms of two variables that are then rotated, with nothing between that names them
     but a swap of heads and tokens, and a view.
     """
 
-    absent = "no rotation stands behind patched norms of queries and keys"
+    absent = "rotation of heads behind"
 
     def _rewritten(self, statements: list[Any]) -> list[Any]:
         for number, statement in enumerate(statements):
@@ -314,7 +194,7 @@ class _Rotations(_Rewriter):
                     ast.Call(
                         ast.Name(name) as apply, [ast.Name(q), ast.Name(k), cos, sin] as given, []
                     ),
-                ) if q != k and not (_names([cos, sin], q) or _names([cos, sin], k)):
+                ) if q != k and not (names_in([cos, sin], q) or names_in([cos, sin], k)):
                     norms = [self._norm_before(statements[:number], head) for head in (q, k)]
                     places = {norm[2] for norm in norms if norm}
                     casts = casts_back(self.functions.get(name))
@@ -343,12 +223,12 @@ class _Rotations(_Rewriter):
                             return norm, partial(setattr, holder or statement, "value", x), methods
                         case ast.Name(again) if again == head and last:
                             continue
-            if _names([statement], head):
+            if names_in([statement], head):
                 return None
         return None
 
 
-REWRITERS = {"modulation": _Modulations, "residual": _Sums, "rotation": _Rotations}
+REWRITERS = {"modulation": _Modulations, "residual": Sums, "rotation": _Rotations}
 
 
 def _peeled(value: ast.AST) -> tuple[tuple[str, ...], ast.AST, ast.Attribute | None]:
@@ -387,9 +267,3 @@ def _less_one(node: ast.expr) -> ast.expr | None:
                     case ast.Constant(1 | 1.0):
                         return scale
     return None
-
-
-def _names(nodes: list, name: str) -> bool:
-    """Whether a variable is named in expressions."""
-    inside = (part for node in nodes for part in ast.walk(node))
-    return any(isinstance(part, ast.Name) and part.id == name for part in inside)

@@ -30,6 +30,7 @@ class Form:
         groups: how many groups of columns are normalised by themselves; 0 if the row is one.
         weight, bias: names of the module's parameters, or None.
         offset, rounding, activation: as in tilenorm.rms_norm and gated_rms_norm.
+        rounds_offset: whether weight + offset is rounded to the weight's dtype, as a tensor is.
         promotes: whether the normalised row is rounded to the input's dtype, and then multiplied by
             the weight in the dtype to which both promote. If not, the output has the input's dtype.
         autocasts: whether the forward follows torch.autocast as PyTorch's own norms do.
@@ -53,6 +54,7 @@ class Form:
     bias: str | None = None
     offset: float = 0.0
     rounding: str = "late"
+    rounds_offset: bool = False
     promotes: bool = False
     autocasts: bool = False
     gate: str | None = None
@@ -194,6 +196,7 @@ class Form:
 
     def _norm(self, module: nn.Module, kind: str, tensors: tuple, weight, bias, **options):
         """What the function of tilenorm returns whose name begins so."""
+        weight, offset = self.scale(weight)
         off = not self.autocasts and tensors[0].is_cuda and torch.is_autocast_enabled()
         with torch.autocast("cuda", enabled=False) if off else nullcontext():
             return getattr(functional, f"{kind}{self.norm}_norm")(
@@ -202,10 +205,16 @@ class Form:
                 weight=weight,
                 bias=bias,
                 eps=self.epsilon(module),
-                offset=self.offset,
+                offset=offset,
                 rounding=self.rounding,
                 **options,
             )
+
+    def scale(self, weight: Tensor | None) -> tuple[Any, float]:
+        """The weight and the offset for tilenorm's function."""
+        if self.rounds_offset and weight is not None:
+            return weight + self.offset, 0.0
+        return weight, self.offset
 
     def epsilon(self, module: nn.Module) -> float | None:
         return getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
@@ -213,6 +222,7 @@ class Form:
     def describe(self, module: nn.Module) -> str:
         """A readable line: the tilenorm function and its options."""
         text = f"{'gated_' if self.gate else ''}{self.norm}_norm offset={self.offset}"
+        text += " (rounded to the weight's dtype)" if self.rounds_offset else ""
         text += f" rounding={self.rounding} eps={self.epsilon(module)}"
         if self.groups:
             text += f" groups={self.groups}"

@@ -34,8 +34,8 @@ def forward(self, *args, **kwargs):
 {plain}    return getattr(type(self), "_tilenorm_forward", cls.forward)(self, *args, **kwargs)
 """
 SUM_AND_NORM = """\
-def sum_and_norm(self, terms, *by_group):
-{plain}    return one_pass(self, terms, *by_group)
+def sum_and_norm(self, terms, *, defers=False):
+{plain}    return one_pass(self, terms, defers=defers)
 """
 IF = """\
     if (
@@ -76,7 +76,7 @@ def sum_of(cls: type[nn.Module], patched: type[nn.Module], form: Form) -> Functi
     plain = ""
     if 1 in dict(form.calls) and _has_any_global_hook is not None:
         call = _Plain(cls, form, 1)
-        given = ["type(self) is patched", "len(terms) == 2", "not by_group", *NO_HOOKS]
+        given = ["type(self) is patched", "len(terms) == 2", *NO_HOOKS]
         given += [f"isinstance({t} := terms[{i}], Tensor)" for i, t in enumerate(("x", "residual"))]
         given += ["x.shape == residual.shape", "x.dtype == residual.dtype"]
         given += ["x.device == residual.device", NO_AUTOCAST]
@@ -86,17 +86,19 @@ def sum_of(cls: type[nn.Module], patched: type[nn.Module], form: Form) -> Functi
 
 
 def one_pass(
-    norm: nn.Module, terms: tuple[Tensor, ...], *by_group: Tensor
-) -> tuple[Tensor, Tensor]:
+    norm: Any, terms: tuple[Tensor, ...], *by_group: Tensor, defers: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """x, or a + b if there are two terms, and the norm of it. by_group: none; or a scale, and the
-    norm is multiplied by 1 + scale; or also a shift, which is added to that.
+    norm is multiplied by 1 + scale; or also a shift, which is added to that. defers: whether to
+    leave the norm to the caller, with None in its place, where one pass does not compute both.
     """
     form = form_of(norm)
     found = form.one_pass(norm, terms, by_group) if form else None
     if found is not None:
         return found
     if len(terms) > 1:
-        return one_pass(norm, (terms[0] + terms[1],), *by_group)
+        total = terms[0] + terms[1]
+        return (total, None) if defers else one_pass(norm, (total,), *by_group)
     y = norm(*terms)
     if by_group:
         y = y * (1 + by_group[0])
@@ -208,11 +210,14 @@ class _Plain(NamedTuple):
         form, kind = self.form, kind or ("gated_" if self.number == 2 else "")
         weight, bias = (name if name in self.parameters else "None" for name in ("weight", "bias"))
         eps = attribute(form.eps) if isinstance(form.eps, str) else repr(form.eps)
+        offset = form.offset
+        if form.rounds_offset and form.weight:
+            weight, offset = f"{weight} + {offset!r}", 0.0
         given = [*(tensors or self.tensors), "sizes", weight]
         given += [bias, eps] if form.norm == "layer" else [eps]
         given += [f"bias={bias}"] if form.norm == "rms" and form.bias else []
         options: dict[str, tuple[Any, Any]] = {
-            "offset": (form.offset, 0.0),
+            "offset": (offset, 0.0),
             "rounding": (form.rounding, "late"),
         }
         if kind == "gated_":

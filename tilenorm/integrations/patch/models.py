@@ -20,7 +20,8 @@ from .classes import (
     title,
 )
 from .likeness import likeness
-from .recognition import Unrecognised, looks_like_a_norm, recognise
+from .recognition import looks_like_a_norm, recognise
+from .twin import Unrecognised, place_of
 
 Result = type[nn.Module] | str  # the patched class of a module, or the reason why it is left
 
@@ -70,6 +71,8 @@ class Report:
 
     def __str__(self) -> str:
         """One line for each combination of class and result, with the names of its modules."""
+        if not self.patched and not self.left:
+            return "no norm was found"
         names_by_result = {}
         for text, entries in (("runs {}", self.patched), ("is not patched ({})", self.left)):
             for name, cls, how in entries:
@@ -117,10 +120,11 @@ def patch(
             patched if where returns true for one of its names.
         residual: whether blocks also add and normalise in one pass (add_rms_norm, add_layer_norm).
             The source of a block's forward is read. Where it has `self.norm(a + b)`, or `x = a + b`
-            before `y = self.norm(x)` with nothing but copies of x between them, the block's class
-            becomes a subclass whose forward computes both at once. The outputs have the same bits.
-            The gradient of the sum is rounded once instead of twice. A norm with hooks, and terms
-            of several shapes or dtypes, run as before.
+            before a statement with `self.norm(x)`, the block's class becomes a subclass whose
+            forward computes both at once. Only names, constants, attributes and an `if` may stand
+            between them, for which no other code runs. The outputs have the same bits. The gradient
+            of the sum is rounded once instead of twice. A norm with hooks, and terms of several
+            shapes or dtypes, run as before. The sum is contiguous, whatever strides the terms have.
         modulation: whether blocks also modulate in the pass of the norm (modulated_rms_norm,
             modulated_layer_norm), as the adaptive norms of diffusion transformers do. The source is
             read in the same way. Where it has `self.norm(x) * (1 + a) + b`, or `y = self.norm(x)`
@@ -198,4 +202,4 @@ def _result(
     except Unrecognised as reason:
         return str(reason)
     except Exception as error:  # a module that cannot be tried must not stop those that can
-        return f"trying it raised {type(error).__name__}: {error}"
+        return f"trying it raised {place_of(error)}"

@@ -119,13 +119,18 @@ def _check_attributes(module: nn.Module) -> None:
     shapes = {tuple(p.shape) for p in parameters.values()}
     elements, columns = ({math.prod(s[start:]) for s in shapes} for start in (0, -1))
     rows = math.prod(sizes_of(getattr(module, "normalized_shape", ())) or (0,))
-    values = *module.buffers(recurse=False), *vars(module).values()
+    values = [*module.named_buffers(recurse=False), *vars(module).items()]
+    others = [name for name, value in values if isinstance(value, Tensor)]
+    emptied = f"its parameters are empty ({listed}), perhaps gathered later"
+    if any(hasattr(p, "ds_id") for p in parameters.values()):
+        gathered = "deepspeed.zero.GatheredParameters(model.parameters())"
+        emptied = f"DeepSpeed ZeRO 3 holds its parameters: patch the model within {gathered}"
     floating = all(p.is_floating_point() for p in parameters.values())
     reasons = {
         "it has submodules": [*module.children()],
-        "it has tensors that are not parameters": any(isinstance(t, Tensor) for t in values),
+        f"it has other tensors than parameters: {', '.join(others)}": others,
         "its parameters do not have a floating-point dtype": not floating,
-        f"its parameters are empty ({listed}), perhaps gathered later": 0 in elements,
+        emptied: 0 in elements,
         f"{its}, not a weight and a bias of one shape": len(parameters) > 2 or len(shapes) > 1,
         f"{its}, of more than {MAX_ELEMENTS} elements": max(elements, default=0) > MAX_ELEMENTS,
         "its rows have one element": rows == 1,
@@ -208,8 +213,9 @@ def _rounded_form(module: nn.Module, form: Form, trials: list[Trial]) -> Form:
             by_dtypes.setdefault(trial.dtypes, []).append(trial)
     needed = {dtypes for dtypes in by_dtypes if len({*dtypes} - {None}) == 1}
     forms = {}
-    for chosen in ROUNDINGS:
-        rounded = replace(form, **chosen)
+    offsets = (False, True) if form.offset else (False,)
+    for rounds_offset, chosen in product(offsets, ROUNDINGS):
+        rounded = replace(form, rounds_offset=rounds_offset, **chosen)
         fitting = [d for d, tried in by_dtypes.items() if all(t.fits(rounded) for t in tried)]
         if needed <= {*fitting}:
             forms[rounded] = fitting

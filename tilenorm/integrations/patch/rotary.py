@@ -108,7 +108,7 @@ def _norm_of_heads(norm: nn.Module, x: Tensor, spans_token: bool) -> tuple | Non
     served = form.served(norm, rows.flatten(2) if spans_token else rows)
     if served is None or form.widens(x, served[2]):
         return None
-    weight = served[2]
+    weight, offset = form.scale(served[2])
     if spans_token and weight is not None:
         weight = weight.view(-1, x.shape[-1])
-    return weight, weight is not None, form.offset, form.rounding, form.epsilon(norm)
+    return weight, weight is not None, offset, form.rounding, form.epsilon(norm)

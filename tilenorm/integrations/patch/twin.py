@@ -9,6 +9,8 @@ run of fake tensors with symbolic sizes must not branch on sizes or values.
 import gc
 import logging
 import sys
+from pathlib import Path
+from traceback import walk_tb
 from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -73,7 +75,11 @@ def run(twin: nn.Module, *inputs: Tensor) -> Tensor:
     try:
         y = type(twin).forward(twin, *inputs)
     except Exception as error:
-        raise Refused(f"its forward raised {_line_of(error)}") from error
+        if _needs_a_gpu(error):
+            raise Refused(
+                "its forward runs on GPUs alone, and patch tries it on the CPU"
+            ) from error
+        raise Refused(f"its forward raised {place_of(error)}") from error
     finally:
         sys.setprofile(None)
         if collects:
@@ -111,12 +117,12 @@ def check_branches(twin: nn.Module, tail: tuple[int, ...], dims: int, number: in
             x.requires_grad_()
             type(twin).forward(twin, *(x, torch.empty_like(x))[:number])
     except Exception as error:
-        name = type(error).__name__
-        raise Unrecognised(f"its forward branches on values, or no trace of it ({name})") from error
+        text = "its forward branches on values, or PyTorch cannot trace it with unknown sizes"
+        raise Unrecognised(text) from error
     finally:
         logger.disabled = disabled
     if sizes.guards:
-        raise Unrecognised(f"its forward branches on sizes: {sizes.guards[0].expr}")
+        raise Unrecognised("its forward branches on sizes of its input")
     found = sorted(operators.names & PIECEWISE)
     if found:
         raise Unrecognised(f"its forward selects values by {', '.join(found)}")
@@ -192,5 +198,16 @@ def _state_of_leaf(value: Any, objects: bool) -> object:
     return id(value)
 
 
-def _line_of(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
+def place_of(error: Exception) -> str:
+    """What was raised, and where in code that is neither PyTorch's nor this package's. A message of
+    PyTorch would speak of inputs that nobody but patch has made.
+    """
+    lines = [(f, n) for f, n in walk_tb(error.__traceback__) if not _is_of(f, *QUIET, "concurrent")]
+    places = [f" in line {n} of {Path(f.f_code.co_filename).name}" for f, n in lines]
+    return type(error).__name__ + "".join(places[-1:])
+
+
+def _needs_a_gpu(error: Exception) -> bool:
+    """Whether a forward was refused tensors that are on the CPU."""
+    of_triton = any(_is_of(frame, "triton") for frame, _ in walk_tb(error.__traceback__))
+    return of_triton or any(word in str(error).lower() for word in ("cuda", "'cpu' backend"))

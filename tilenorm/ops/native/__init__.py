@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from ...settings import settings
@@ -22,7 +21,7 @@ class State:
     """What this process knows of its extension.
 
     extension: the module, or None. served: its function of that name: see calls.h. reason: why
-    there is no extension, in words.
+    there is no extension, in words. waits: whether an extension may still come.
     """
 
     def __init__(self) -> None:
@@ -31,6 +30,7 @@ class State:
         self.reason = "no call on CUDA has been repeated yet"
         self.waits = False
         self._asked, self._calls = False, 0
+        self._builder: subprocess.Popen | None = None
         self._changed: list[Callable[[], None]] = []
 
     def when_changed(self, forget: Callable[[], None]) -> None:
@@ -60,51 +60,63 @@ class State:
             return
         self._asked = True
         self.reason = refused() or ""
-        if self.reason:
+        if self.reason or self._loaded():
             return
-        if not self._loaded() and "PYTEST_VERSION" not in os.environ:
+        if self.waits and "PYTEST_VERSION" not in os.environ:
             self._built_aside()
 
     def look(self) -> None:
         """Load the extension, now and then, once it is built. Called while `waits`."""
         self._calls += 1
         if self._calls % LOOKS == 0:
+            if self._builder is not None:
+                self._builder.poll()  # else the process that has ended stays in the system's table
             self._loaded()
+
+    def told(self) -> str:
+        """What makes repeated calls on CUDA, in words. An extension that is there is loaded."""
+        if self.extension is None:
+            self.reason = refused() or ""
+            if not self.reason and not self._loaded() and self.waits:
+                self.reason = build.missing() or self.reason
+        if self.extension is None:
+            return f"in Python: {self.reason}"
+        return f"by the extension {self.extension.__file__}"
 
     def _loaded(self) -> bool:
         path = build.path()
-        failed = build.failure(path)
-        if path.exists() and not failed:
+        if os.path.exists(path):
             try:
                 extension = build.load(path)
             except (ImportError, OSError) as error:
-                failed = f"{path} does not load: {error}"
+                failed: str | None = f"{path} does not load: {error}"
             else:
                 self.reason = ""
                 self.use(extension)
                 return True
+        else:
+            failed = build.failure(path)
         self.waits = not failed
         self.reason = failed or "it is not built yet; python -m tilenorm build builds it"
         return False
 
     def _built_aside(self) -> None:
-        if not self.waits:
+        lacking = build.missing() or build.unwritable(build.path())
+        if getattr(sys, "frozen", False) or not sys.executable:
+            lacking = "no program of Python's is known that could build it"
+        if lacking:
+            self.waits, self.reason = False, lacking
             return
-        root = str(Path(__file__).parents[3])
-        paths = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        null = subprocess.DEVNULL
+        streams: dict[str, Any] = {"stdin": null, "stdout": null, "stderr": null}
         try:
-            subprocess.Popen(
-                [sys.executable, "-m", "tilenorm", "build", "--aside"],
-                env={**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
+            process = subprocess.Popen(
+                **build.beside(build.BUILD), **streams, start_new_session=True
             )
         except OSError as error:
             self.waits, self.reason = False, f"no process to build it: {error}"
         else:
-            self.reason = "it is being built by another process"
+            self._builder, self.reason = process, "it is being built by another process"
 
 
 @cache

@@ -6,6 +6,7 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -20,17 +21,22 @@ from typing import Any
 import torch
 
 from ...settings import settings
-from .check import check
 
 NAME = "tilenorm_native"
 HERE = Path(__file__).parent
 SOURCE = HERE / "native.cpp"
 FLAGS = ("-shared", "-fPIC", "-O2", "-g0", "-fvisibility=hidden", f"-DTORCH_EXTENSION_NAME={NAME}")
 MOST_SECONDS = 600  # of the compiler
+MOST_CHECKING = 120  # seconds of the self-check, nearly all of which imports PyTorch
+LOCKED = "another process is building it"
+BUILD = "from tilenorm.__main__ import main; sys.exit(main(['build', '--aside']))"
+CHECK = "from tilenorm.ops.native.check import main; sys.exit(main(sys.argv[1]))"
 
 
 class BuildError(RuntimeError):
-    """There is no extension, and why."""
+    """There is no extension, and why. output: all that the compiler has printed."""
+
+    output = ""
 
 
 def refused() -> str | None:
@@ -52,8 +58,13 @@ def torch_private_missing() -> bool:
     return not OTHER_BITS
 
 
-def compiler_missing() -> str | None:
-    """Why there is no compiler, or None."""
+def missing() -> str | None:
+    """What a build needs and this machine lacks, or None. A build that fails for this is not
+    remembered: whoever installs a compiler has no other command to run.
+    """
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    if not os.path.exists(header):
+        return f"Python's headers are missing: there is no {header}"
     try:
         compiler()
     except BuildError as error:
@@ -63,13 +74,31 @@ def compiler_missing() -> str | None:
 
 def compiler() -> list[str]:
     """The C++ compiler: $CXX, or c++ or g++ on the PATH. Raises BuildError without one."""
-    named = os.environ.get("CXX")
-    if named:
-        return shlex.split(named)
+    named = os.environ.get("CXX", "")
+    try:
+        words = shlex.split(named)
+    except ValueError as error:
+        raise BuildError(f"no C++ compiler: CXX is {named}: {error}") from error
+    if words:
+        if shutil.which(words[0]):
+            return words
+        raise BuildError(f"no C++ compiler: CXX is {named}, and there is no such program")
     for name in ("c++", "g++"):
         if shutil.which(name):
             return [name]
-    raise BuildError("no C++ compiler: c++ is not on the PATH, and CXX is not set")
+    raise BuildError("no C++ compiler: neither c++ nor g++ is on the PATH, and CXX is not set")
+
+
+def compiler_name() -> str:
+    """A line that differs for another compiler, and for another version of a compiler. The compiler
+    is not run: a process that asks for this is about to make a norm.
+    """
+    try:
+        words = compiler()
+        program = os.path.realpath(shutil.which(words[0]) or "")
+        return f"{shlex.join(words)} {program} {os.stat(program).st_mtime_ns}"
+    except (BuildError, OSError) as error:
+        return str(error)
 
 
 @cache
@@ -79,7 +108,7 @@ def options() -> tuple[str, ...]:
     root = Path(torch.__file__).parent
     folders = root / "include", root / "include/torch/csrc/api/include", import_of["include"]
     version = tuple(map(int, torch.__version__.split(".")[:2]))
-    abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
+    abi = int(torch.compiled_with_cxx11_abi())
     found = [*FLAGS, f"-std=c++{20 if version >= (2, 13) else 17}"]
     found += [f"-D_GLIBCXX_USE_CXX11_ABI={abi}", *(f"-isystem{folder}" for folder in folders)]
     found += ["-DWITH_CUDA"] * (torch.version.cuda is not None)
@@ -101,15 +130,27 @@ def path() -> Path:
     code = hashlib.sha256(repr(what).encode())
     for source in sources:
         code.update(source.read_bytes())
-    return Path(settings().tables) / "native" / f"{code.hexdigest()[:20]}.so"
+    return Path(settings().tables).absolute() / "native" / f"{code.hexdigest()[:20]}.so"
 
 
 def failure(extension: Path) -> str | None:
-    """Why an earlier build failed, or None."""
+    """Why an earlier build with this compiler failed, or None."""
     try:
-        return extension.with_suffix(".failed").read_text() or None
+        text = extension.with_suffix(".failed").read_text(errors="replace")
     except OSError:
         return None
+    compiled_by, _, rest = text.partition("\n")
+    return rest.partition("\n")[0] or None if compiled_by == compiler_name() else None
+
+
+def unwritable(extension: Path) -> str | None:
+    """Why no build can put its result there, or None."""
+    folder = extension.parent
+    while not os.path.exists(folder) and folder != folder.parent:
+        folder = folder.parent
+    if os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK):
+        return None
+    return f"{folder} is no folder that can be written: TILENORM_CACHE_DIR names another"
 
 
 def load(extension: Path) -> Any:
@@ -120,29 +161,52 @@ def load(extension: Path) -> Any:
     return module
 
 
-def build(say: Callable[[str], None], aside: bool = False) -> Path:
-    """Compile the extension, unless it is there, and check it, in this process, before any other
-    process can load it. Returns where it lies.
+def is_there(extension: Path) -> bool:
+    """Whether an extension can be loaded. A machine that lost power may have left half a file."""
+    if not os.path.exists(extension):
+        return False
+    try:
+        load(extension)
+    except (ImportError, OSError):
+        return False
+    return True
 
-    aside: lets other processes go first, and does not try again what has failed before. Raises
-    BuildError, and keeps the reason beside the extension for other processes.
+
+def beside(code: str, *arguments: str) -> dict[str, Any]:
+    """What subprocess.Popen takes for a process that runs this code, imports what this process
+    imports, and sees no GPU. Paths that are relative here are absolute there.
+    """
+    paths = [os.path.abspath(str(each)) for each in sys.path]
+    started = f"import sys; sys.path[:] = {paths!r}; {code}"
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    environment["TILENORM_CACHE_DIR"] = str(Path(settings().tables).absolute())
+    return {"args": [sys.executable, "-c", started, *arguments], "env": environment}
+
+
+def build(say: Callable[[str], None], aside: bool = False) -> Path:
+    """Compile the extension, unless it is there, and check it in a process of its own before any
+    process can find it. Returns where it lies.
+
+    aside: lets other processes go first, and does not try again what has failed before with this
+    compiler. Raises BuildError, and keeps the reason beside the extension for other processes.
     """
     if reason := refused():
         raise BuildError(reason)
     made, start = path(), time.monotonic()
-    if made.exists() and not failure(made):
+    if is_there(made):
         say(f"the extension is there: {made}")
         return made
-    if aside and failure(made):
-        raise BuildError(failure(made))
+    if reason := missing() or (aside and failure(made)):
+        raise BuildError(reason)
+    if aside:
+        os.nice(10)
     try:
         made.parent.mkdir(parents=True, exist_ok=True)
         with _locked(made.with_suffix(".lock")):
-            if aside:
-                os.nice(10)
-            say(f"compiles {SOURCE} for torch {torch.__version__}; it takes about 20 seconds")
-            _compiled(made)
-    except OSError as error:  # a folder that cannot be written
+            if not is_there(made):  # another process may have built it in between
+                say(f"compiles {SOURCE} for torch {torch.__version__}; it takes about 20 seconds")
+                _compiled(made)
+    except OSError as error:  # a folder that cannot be written, or a file system without locks
         raise BuildError(f"{made.parent}: {error}") from error
     say(f"built and checked in {time.monotonic() - start:.0f} s: {made}")
     return made
@@ -151,20 +215,58 @@ def build(say: Callable[[str], None], aside: bool = False) -> Path:
 def _compiled(made: Path) -> None:
     """Compile into a folder beside `made`, check there, and put the file in its place whole."""
     failed = made.with_suffix(".failed")
-    with tempfile.TemporaryDirectory(dir=made.parent) as folder:
+    for remains in made.parent.glob(f"{made.stem}-*"):  # of a build that was killed
+        shutil.rmtree(remains, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f"{made.stem}-", dir=made.parent) as folder:
         fresh = Path(folder) / made.name
+        command = [*compiler(), *options(), str(SOURCE), "-o", str(fresh), *libraries()]
         try:
-            command = [*compiler(), *options(), str(SOURCE), "-o", str(fresh), *libraries()]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=MOST_SECONDS)
-            if done.returncode:
-                errors = [line for line in done.stderr.splitlines() if "error" in line]
-                raise BuildError(f"it does not compile: {(errors or ['no message'])[0]}")
-            check(load(fresh))
-        except (BuildError, ImportError, OSError, subprocess.SubprocessError) as error:
-            failed.write_text(str(error))
-            raise error if isinstance(error, BuildError) else BuildError(str(error)) from error
+            _run("it does not compile", MOST_SECONDS, {"args": command})
+            _run("its self-check fails", MOST_CHECKING, beside(CHECK, str(fresh)))
+        except BuildError as error:
+            failed.write_text(f"{compiler_name()}\n{error}\n{error.output}")
+            raise
+        failed.unlink(missing_ok=True)
         os.replace(fresh, made)
-    failed.unlink(missing_ok=True)
+
+
+def _run(failing: str, seconds: float, what: dict[str, Any]) -> None:
+    """Run a process to its end. Raises BuildError, which begins with `failing`."""
+    environment = {**os.environ, **what.pop("env", {}), "LC_ALL": "C"}  # messages in English
+    try:
+        process = subprocess.Popen(
+            **what,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise BuildError(f"{failing}: {error}") from error
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except BaseException as error:  # a compiler is several processes
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise BuildError(f"{failing}: it takes more than {seconds} s") from error
+        raise
+    if process.returncode:
+        raised = BuildError(f"{failing}: {_reason(output, process.returncode)}")
+        raised.output = output
+        raise raised
+
+
+def _reason(output: str, status: int) -> str:
+    """The line that says why a process has failed. A process that a signal ends says nothing."""
+    if status < 0:
+        return f"signal {-status} has ended it"
+    lines = [line for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if "error" in line.lower() and "collect2" not in line]
+    return (errors or lines or [f"it ended with status {status} and no message"])[0]
 
 
 @contextmanager
@@ -176,5 +278,5 @@ def _locked(lock: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise BuildError("another process is building it") from None
+            raise BuildError(LOCKED) from None
         yield

@@ -75,7 +75,8 @@ PyObject* call_generated(PyObject* self, PyObject* const* args, Py_ssize_t count
   const Generated& generated = object_of<Generated>(self, GENERATED);
   Given given;
   if (given.read(args, count) && !in_a_mode()) {
-    for (const auto& program : generated.programs) {
+    for (const auto& each : generated.programs) {
+      const Program* program = each.get();  // the list may grow while a program runs
       if (program->inputs.size() != static_cast<size_t>(count) || !program->matches(given.impls)) {
         continue;
       }

@@ -39,39 +39,39 @@ def backward(
     """The backward pass of a call that the extension has served, where it cannot repeat one; and it
     is told what repeats this one.
     """
-    bound, eps = token
-    run = None
+    (bound, eps), every = token, []
+    arrived = [g is not None for g in grads]
     if bound.gradients is not None and not is_grad_enabled():
-        run = bound.gradients(asked, tuple([g is not None for g in grads]))
-    if not isinstance(run, Gradients) or not run.plain.takes((*grads, *saved)):
-        return autograd.backward(bound, asked, grads, saved, eps)
-    every = run.every(grads, saved, bound.eps_of(eps))
-    _tell_backward(number, run, asked, grads, saved, every, bound.eps_of(eps))
-    return run.take(every)
+        run = bound.gradients((False, *asked), *arrived)
+        if run.plain.takes((*grads, *saved)):  # a hook of saved tensors may return any tensor
+            if not isinstance(run, Gradients):
+                return run(grads, saved, eps)[1:]
+            made = run(grads, saved, eps, every)
+            _tell_backward(number, run, (asked, arrived), (*grads, *saved), every, eps)
+            return made[1:]
+    return autograd.gradients(bound, asked, grads, saved, eps)
 
 
 def _tell_backward(
-    number: int, run: Gradients, asked: tuple, grads: tuple, saved: tuple, every: list, eps: tuple
+    number: int, run: Gradients, flags: tuple, inputs: tuple, every: list, eps: Any
 ) -> None:
+    """flags: which gradients are asked for, and which arrive. inputs: what a pass may read. every:
+    what stands at each of Gradients' places.
+    """
     extension, steps, strided = state().extension, [], set()
     if extension is None:
         return
     for each, reads, own in run.passes:
         tensors = tuple([every[place] for place in reads])
-        repeat = ready(each, tensors, eps[own])
+        repeat = ready(each, tensors, eps if own is None else eps[own])
         if repeat is None:
             return
         steps.append((repeat, list(reads)))
         strided |= {reads[place] - 1 for place in each.grouped}
-    inputs = (*grads, *saved)
-    bits = [sum(flag << i for i, flag in enumerate(flags)) for flags in (asked, _there(grads))]
+    bits = [sum(flag << i for i, flag in enumerate(each)) for each in flags]
     gives = [(place, None) for place in run.gives]
     strided = [place for place in sorted(strided) if place < len(inputs)]
     extension.add_backward(number, *bits, inputs, strided, steps, gives)
-
-
-def _there(tensors: Sequence[Tensor | None]) -> list[bool]:
-    return [t is not None for t in tensors]
 
 
 def ready(run: Pass, tensors: tuple, eps: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ...launch.calls import Call, Needs, every_gradient
 from ...launch.plan import BackwardPlan, ForwardPlan, plan_backward, plan_forward
 from ...launch.target import Target
-from ...launch.tuned import TABLES
+from ...launch.tuned.tables import TABLES
 from ...spec import ITEM_BYTES, NormSpec, Quantization, Rotation
 from ...table import OPS
 from ..explain import title, token_rows
