@@ -56,8 +56,8 @@ class Implementation:
     backward(spec, device, needs) one that serves a backward pass: see passes.Pass. mean and rstd
     are (rows,). For an op of several norms that it does not serve in one pass, forward returns
     None.
-    piece(name, spec, device) returns a function of what Piece.read of sharded_rows/library.py returns,
-    that returns what the op of that name makes, for a spec of pieces of rows.
+    piece(name, spec, device) returns a function of what Piece.read of sharded_rows/library.py
+    returns, that returns what the op of that name makes, for a spec of pieces of rows.
     The functions that are returned may raise CompileError. The implementation is then not used
     for that spec and device again.
     """
