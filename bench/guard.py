@@ -66,7 +66,8 @@ def main(paths: Sequence[str]) -> int:
     if missing:
         sys.exit(f"{', '.join(paths)}: no {', no '.join(missing)}")
     found = [*_shapes(cells, device), *_hosts(before, device)]
-    print(columns(["figure", "record", "now", "times the record's"], [of.row for of in found]))
+    header = ["figure", "record", "now", "times the record's"]
+    print(columns(header, [of.row for of in found], markdown=False))
     slower = [of.what for of in found if of.slower]
     print(f"slower by more than {MOST_SLOWER:.0%}: {', '.join(slower) or 'none'}")
     return 1 if slower else 0
