@@ -278,7 +278,7 @@ QUANTIZED_NORMS = tuple(op.name for op in _ROWS if op.quantized)
 
 
 @dataclass(frozen=True)
-class Inner:
+class InternalOp:
     """An op that users do not call: of a backward pass.
 
     takes, makes: as those of Op. A result that is a gradient has the role of the tensor that it is
@@ -349,7 +349,7 @@ def _last(ports: tuple[Port, ...]) -> str:
 
 
 _BACKWARD = (
-    Inner(
+    InternalOp(
         "norm_backward",
         (DY, DSUM, X, _GATE, *_AFFINE, *_STATISTICS),
         (*_DERIVED, replace(Y, like="")),
@@ -357,14 +357,14 @@ _BACKWARD = (
         f" bool output=False, {_last((DROPOUT_MASK, LAYER_SCALE))}",
         last=(*TERMS, DROPOUT_MASK, LAYER_SCALE),
     ),
-    Inner(
+    InternalOp(
         "modulated_norm_backward",
         (DY, DSUM, X, Port("branch", role="input"), *_AFFINE, *_STATISTICS, MOD_SCALE, MOD_GATE),
         _gradients(X, RESIDUAL, _ROWS_GATE, *_AFFINE, MOD_SCALE, MOD_SHIFT, MOD_GATE),
         "SymInt hidden, str norm, str? shift, float eps, bool added, bool[8] output_mask,"
         f" {BACKEND}",
     ),
-    Inner(
+    InternalOp(
         "rms_norm_rope_backward",
         (
             replace(DY, lies="heads", needed=False),

@@ -14,7 +14,7 @@ import tilenorm
 from tests import cases, drawing
 from tests.executors import Inputs
 from tests.kernels.helpers import check
-from tilenorm.ops import sharded_rows
+from tilenorm.ops.torch_ops import sharded_rows
 from tilenorm.spec import NormSpec
 from tilenorm.table import NORMS, OPS
 
