@@ -9,8 +9,8 @@ import torch
 
 from tilenorm.__main__ import main
 from tilenorm.launch import plan, toolchain, user_table
-from tilenorm.ops import native
-from tilenorm.ops.native import build
+from tilenorm.ops.passes import native
+from tilenorm.ops.passes.native import build
 from tilenorm.spec import NormSpec
 
 from . import cases

@@ -11,7 +11,7 @@ from tilenorm.launch.config import StreamForward
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.target import Target
 from tilenorm.launch.tiling import CLEAR_SLOTS
-from tilenorm.ops import cutile
+from tilenorm.ops.passes import cutile
 from tilenorm.spec import NormSpec
 from tilenorm.table import MODULATION, OPS
 from tilenorm.tools.precompile import calls_of, compile_call
@@ -104,7 +104,7 @@ class Inputs(oracle.Arguments):
 
 
 class Executor:
-    """Plans for `target`, allocates on `device` and runs through tilenorm.ops.cutile."""
+    """Plans for `target`, allocates on `device` and runs through tilenorm.ops.passes.cutile."""
 
     name: str
     device: str
@@ -196,7 +196,7 @@ class Gpu(Executor):
     name, device = "gpu", "cuda"
 
     def __init__(self):
-        from tilenorm.ops.registry import device_of
+        from tilenorm.ops.passes.registry import device_of
 
         self.target = device_of("cuda", torch.cuda.current_device()).target
 

@@ -23,7 +23,7 @@ from tilenorm.launch.config import (
 )
 from tilenorm.launch.plan import BackwardPlan, ForwardPlan
 from tilenorm.launch.target import Target
-from tilenorm.ops import cutile
+from tilenorm.ops.passes import cutile
 from tilenorm.spec import NormSpec
 
 from . import cases

@@ -75,8 +75,8 @@ def digests(asked: argparse.Namespace) -> int:
 
 def build(asked: argparse.Namespace) -> int:
     """Compile the part of tilenorm that serves repeated calls, for this PyTorch and this Python."""
-    from .ops.native.build import BuildError
-    from .ops.native.build import build as build_extension
+    from .ops.passes.native.build import BuildError
+    from .ops.passes.native.build import build as build_extension
 
     try:
         build_extension(partial(print, flush=True), asked.aside)

@@ -42,7 +42,7 @@ class Options(NamedTuple):
 
 
 class Quantization(NamedTuple):
-    """How normalised rows are quantised, and what is returned of them. See ops/quantize.py.
+    """How normalised rows are quantised, and what is returned of them. See ops/passes/quantize.py.
 
     scaling: "row", "block", "mx" or "tensor". dtype: that of q. power_of_2: the scales of rows and
     blocks are powers of two. layout: of the scales. output: the normalised rows are returned too.

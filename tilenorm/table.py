@@ -278,9 +278,9 @@ QUANTIZED_NORMS = tuple(op.name for op in _ROWS if op.quantized)
 
 
 @dataclass(frozen=True)
-class Inner:
+class InternalOp:
     """An op that users do not call: of a backward pass, or of rows of which a process holds a
-    piece, some columns of each row (see ops/split).
+    piece, some columns of each row (see ops/torch_ops/sharded_rows).
 
     takes, makes: as those of Op. A result that is a gradient has the role of the tensor that it is
     the gradient of. options: the arguments behind the tensors, as in a schema. last: the tensors
@@ -356,7 +356,7 @@ def _last(ports: tuple[Port, ...]) -> str:
 
 
 _BACKWARD = (
-    Inner(
+    InternalOp(
         "norm_backward",
         (DY, DSUM, X, _GATE, *_AFFINE, *_STATISTICS),
         (*_DERIVED, replace(Y, like="")),
@@ -364,14 +364,14 @@ _BACKWARD = (
         f" bool output=False, {_last((DROPOUT_MASK, LAYER_SCALE))}",
         last=(*TERMS, DROPOUT_MASK, LAYER_SCALE),
     ),
-    Inner(
+    InternalOp(
         "modulated_norm_backward",
         (DY, DSUM, X, Port("branch", role="input"), *_AFFINE, *_STATISTICS, MOD_SCALE, MOD_GATE),
         _gradients(X, RESIDUAL, _ROWS_GATE, *_AFFINE, MOD_SCALE, MOD_SHIFT, MOD_GATE),
         "SymInt hidden, str norm, str? shift, float eps, bool added, bool[8] output_mask,"
         f" {BACKEND}",
     ),
-    Inner(
+    InternalOp(
         "rms_norm_rope_backward",
         (
             replace(DY, lies="heads", needed=False),
@@ -388,31 +388,31 @@ BACKWARD = {op.name: op for op in _BACKWARD}
 
 _OF_PIECE, _OF_ROWS = f"{NORM}, int dims, ", tuple(replace(p, lies="whole") for p in _STATISTICS)
 _PIECES = (
-    Inner(
+    InternalOp(
         "row_sums",
         (X, replace(RESIDUAL, needed=False), _GATE),
         _ports(True, part="part", own="part", sum="rows"),
         f"{_OF_PIECE}{BACKEND}",
     ),
-    Inner(
+    InternalOp(
         "row_center",
         (X, *_ports(True, mean="whole", own="part")),
         _ports(True, centered="part"),
         f"{_OF_PIECE}{BACKEND}",
     ),
-    Inner(
+    InternalOp(
         "row_apply",
         (X, _GATE, *_AFFINE, *_ports(True, whole="whole"), *_ports(False, centered="whole")),
         (replace(Y, like=""), *_ports(True, mean="whole", rstd="whole")),
         f"{_OF_PIECE}float eps, ScalarType dtype, bool save, {BACKEND}",
     ),
-    Inner(
+    InternalOp(
         "grad_sums",
         (DY, X, _GATE, WEIGHT, *_OF_ROWS),
         _ports(True, dots="part"),
         f"{_OF_PIECE}{BACKEND}",
     ),
-    Inner(
+    InternalOp(
         "grad_apply",
         (DY, DSUM, X, _GATE, *_AFFINE, *_OF_ROWS, *_ports(False, dots="whole")),
         _DERIVED,

@@ -7,7 +7,7 @@ from bench.quantized import Quantized
 from bench.rotated import Rotated
 from tilenorm import table
 from tilenorm.spec import NormSpec, Quantization
-from tilenorm.tools.explain import moved_bytes
+from tilenorm.tools.specs import moved_bytes
 
 every_op = pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
 M, N, GROUPS = 2880, 128, 2  # whole tokens of all ops

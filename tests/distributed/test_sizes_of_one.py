@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilenorm.ops.decompositions import KINDS
-from tilenorm.ops.sharding import strategies
+from tilenorm.ops.torch_ops.decompositions import KINDS
+from tilenorm.ops.torch_ops.sharding import strategies
 from tilenorm.table import BACKWARD, NOT_OF_ROWS, OPS
 
 from ..ops.helpers import MASKED, RMS, Form, call, gradients_like, op_arguments, step

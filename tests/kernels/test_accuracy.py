@@ -10,7 +10,7 @@ from tests.executors import Inputs
 from tilenorm.launch import calls
 from tilenorm.launch.calls import Needs, every_gradient
 from tilenorm.launch.plan import plan_forward
-from tilenorm.ops import cutile
+from tilenorm.ops.passes import cutile
 from tilenorm.spec import NormSpec
 from tilenorm.table import OPTIONS
 

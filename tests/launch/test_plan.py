@@ -13,7 +13,7 @@ from tilenorm.launch.kernel import hinted
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.launch.tiling import CLEAR_SLOTS
-from tilenorm.ops.registry import MAX_ROWS
+from tilenorm.ops.passes.registry import MAX_ROWS
 from tilenorm.spec import NormSpec
 
 H200 = Target.of("sm_90")

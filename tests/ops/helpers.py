@@ -14,7 +14,7 @@ from torch import Tensor
 import tilenorm
 from tests import oracle
 from tests.tolerance import assert_close
-from tilenorm.ops import generated
+from tilenorm.ops.torch_ops import inductor
 from tilenorm.spec import NormSpec
 from tilenorm.table import NORMS, OPS, OPTIONS
 
@@ -358,6 +358,6 @@ def made_by_inductor(op: str, *arguments, **by_name) -> Callable:
     given = {a.name: a.default_value for a in schema}
     given |= dict(zip(given, arguments, strict=False)) | by_name
     tensors = [a.name for a in schema if "Tensor" in str(a.type)]
-    taken = generated.tensors_of(op, [name for name in tensors if given[name] is not None])
+    taken = inductor.tensors_of(op, [name for name in tensors if given[name] is not None])
     options = {name: value for name, value in given.items() if name not in tensors}
-    return partial(generated.bind(op, taken, **options), *[given[name] for name in taken])
+    return partial(inductor.bind(op, taken, **options), *[given[name] for name in taken])

@@ -18,7 +18,7 @@ from tests.oracle import Truth
 from tests.tolerance import assert_close
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.plan import plan_backward, plan_forward
-from tilenorm.ops.quantize import quantize
+from tilenorm.ops.passes.quantize import quantize
 from tilenorm.spec import NormSpec, Quantization
 
 from . import test_add

@@ -21,8 +21,8 @@ from tilenorm.launch import plan
 from tilenorm.launch.config import Hints, SharedForward
 from tilenorm.launch.plan import ForwardPlan
 from tilenorm.launch.target import Target
-from tilenorm.ops import cutile
-from tilenorm.ops.quantize import QuantizedNorm, quantize
+from tilenorm.ops.passes import cutile
+from tilenorm.ops.passes.quantize import QuantizedNorm, quantize
 from tilenorm.spec import NormSpec, Quantization
 from tilenorm.table import OPS, QUANTIZED_NORMS
 from tilenorm.tools.explain import explain_spec, planned_device

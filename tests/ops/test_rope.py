@@ -8,7 +8,7 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 import tilenorm
 from tests import layouts
-from tilenorm.ops import cutile, shapes
+from tilenorm.ops.passes import allocation, cutile
 from tilenorm.spec import NormSpec, Rotation
 from tilenorm.tools.explain import explain_spec, planned_device
 
@@ -215,6 +215,6 @@ def test_explained(capsys):
 def test_several_sequences_of_more_elements_than_strides_hold():
     spec = NormSpec("rms", 64, "bfloat16", rotation=Rotation(64, 64))
     x = torch.empty(2, 1 << 25, 1, 64, dtype=torch.bfloat16, device="meta")
-    shapes._read_of(spec, 0, "rows", x[:1], (1, 1 << 25))
+    allocation._read_of(spec, 0, "rows", x[:1], (1, 1 << 25))
     with pytest.raises(NotImplementedError, match="less than 2147483648 elements"):
-        shapes._read_of(spec, 0, "rows", x, (2, 1 << 25))
+        allocation._read_of(spec, 0, "rows", x, (2, 1 << 25))

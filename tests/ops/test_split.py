@@ -19,7 +19,7 @@ from tests.oracle import Truth
 from tests.pieces import OPS, in_pieces
 from tests.tolerance import assert_close
 from tilenorm.launch.toolchain import CompileError
-from tilenorm.ops import cutile, registry
+from tilenorm.ops.passes import cutile, registry
 from tilenorm.spec import NormSpec, Options
 from tilenorm.table import NORMS as NAMES
 

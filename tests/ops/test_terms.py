@@ -18,7 +18,7 @@ from tests.guarded import guarded
 from tests.tolerance import assert_close
 from tilenorm.launch.calls import needs_of
 from tilenorm.launch.plan import BackwardPlan, plan_backward
-from tilenorm.ops.backward import NormBackward
+from tilenorm.ops.torch_ops.internal_ops import NormBackward
 from tilenorm.spec import MAX_TERMS, SHARED_FROM, NormSpec
 from tilenorm.table import FACTORS, OPS
 from tilenorm.table import NORMS as NAMES

@@ -19,7 +19,7 @@ from tests.quantized import HOWS
 from tilenorm.launch.calls import bound, every_gradient
 from tilenorm.launch.plan import plan_backward
 from tilenorm.launch.target import MULTIPROCESSORS, Target
-from tilenorm.ops import cutile
+from tilenorm.ops.passes import cutile
 from tilenorm.spec import NormSpec
 from tilenorm.tools import precompile
 from tilenorm.tools.precompile import (

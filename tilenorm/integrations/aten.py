@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.library import Library, get_kernel
 
 from ..ops.arguments import default_eps
-from ..ops.bound import BoundNorm
-from ..ops.gradients import needs_of
-from ..ops.layout import vector_of
-from ..ops.reference import name_of
-from ..ops.registry import MAX_ROWS, cutile_implementation, device_of, on_device_of
-from ..ops.torch_private import native_router
+from ..ops.passes.bound import BoundNorm
+from ..ops.passes.gradients import needs_of
+from ..ops.passes.reading import vector_of
+from ..ops.passes.reference import name_of
+from ..ops.passes.registry import MAX_ROWS, cutile_implementation, device_of, on_device_of
+from ..ops.pytorch.torch_private import native_router
 from ..spec import NormSpec
 
 OPERATORS = (

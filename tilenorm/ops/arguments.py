@@ -13,11 +13,12 @@ from torch.overrides import has_torch_function
 from ..settings import settings
 from ..spec import FP8, GROUPS, LAYOUTS
 from ..table import FACTORS, MASK, OPS, OPTIONS, VECTOR, Op
-from .layout import leading_groups
-from .reference import statistics_dtype
-from .registry import check_backend
-from .rotation import check_positions
-from .sizes import divides, holds, known, same
+from .passes.reading import leading_groups
+from .passes.reference import statistics_dtype
+from .passes.registry import check_backend
+from .passes.rotation import check_positions
+from .pytorch.errors import wrong
+from .pytorch.sizes import divides, holds, known, same
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FP8_DTYPES = tuple(getattr(torch, name) for name in FP8)
@@ -121,13 +122,6 @@ def spread(op: Op, tensors: tuple) -> tuple:
         return tuple(spread)
     got = f"[{', '.join(map(kind_of, given))}]"
     raise wrong(op.name, "residual", "a Tensor or a sequence of one or two Tensors", got, TypeError)
-
-
-def without_tensor(number: Any) -> Any:
-    """A number instead of a tensor that PyTorch takes for one: without dimensions or a gradient."""
-    if isinstance(number, Tensor) and not number.dim() and not number.requires_grad:
-        return number.item()
-    return number
 
 
 def _sizes(op: str, sizes: Sequence[int], takes: str) -> tuple[int, ...]:
@@ -315,13 +309,6 @@ def _is_size(value: object) -> bool:
 def default_eps(*tensors: Tensor | None) -> float:
     """What PyTorch takes for eps=None: the machine epsilon of the dtype it computes in."""
     return torch.finfo(statistics_dtype(*tensors)).eps
-
-
-def wrong(
-    op: str, name: str, takes: str, got: object, kind: type[Exception] = RuntimeError
-) -> Exception:
-    """The exception for an argument that is not what an op takes."""
-    return kind(f"{op}: argument {name!r} takes {takes}, got {got}")
 
 
 def check_argument(caller: str, name: str, value: object, right: bool, takes: str) -> None:

@@ -11,15 +11,18 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.overrides import has_torch_function
 
 from ..table import OPS, Op
-from . import arguments, legacy, library, overrides, torch_private  # noqa: F401 (legacy defines ops)
-from .autograd import apply, call_needs_grad
-from .bound import MOST_CALLS, Bound, bound_of, kinds_of, refuse_gradient, specs_of
-from .direct import MOST_GUARDS, in_onnx_export, is_plain, is_transformed
-from .native import state
-from .native.telling import tell
-from .registry import MAX_ROWS, device_of, select_transformed
-from .split import norm as split
-from .torch_private import TensorGuards, forward_mode, modes
+from . import arguments, overrides
+from .passes.bound import MOST_CALLS, Bound, bound_of, kinds_of, refuse_gradient, specs_of
+from .passes.native import state
+from .passes.registry import MAX_ROWS, device_of, select_transformed
+from .pytorch import torch_private
+from .pytorch.plain import MOST_GUARDS, in_onnx_export, is_plain, is_transformed
+from .pytorch.sizes import without_tensor
+from .pytorch.torch_private import TensorGuards, forward_mode, modes
+from .torch_ops import library
+from .torch_ops.autograd import apply, call_needs_grad
+from .torch_ops.sharded_rows import norm as split
+from .torch_ops.telling import tell
 
 NATIVE = state()
 _autocast = torch.is_autocast_enabled  # for CUDA; given a device's name it takes twice as long
@@ -62,7 +65,7 @@ def call(
             if made is not None:
                 return made
         if has_torch_function(tensors):  # torch.compile calls it at the operations in the graph
-            return overrides.overridden(op, tensors, normalized_shape, eps, asked, backend)
+            return overrides.overridden(checked, op, tensors, normalized_shape, eps, asked, backend)
         given, absent = [], 1
         try:
             for tensor in tensors:  # a comprehension takes longer
@@ -113,7 +116,7 @@ def checked(
     """The same after checks, and remembered where an implementation is called directly."""
     if overrides.has_nested(tensors):
         return overrides.of_jagged(call, op, tensors, normalized_shape, eps, asked, backend)
-    eps = arguments.without_tensor(eps)
+    eps = without_tensor(eps)
     options = arguments.check(op, tensors, normalized_shape, eps, asked, backend)
     cast, dims = tensors, len(normalized_shape)
     if tensors[0].is_cuda and _autocast():

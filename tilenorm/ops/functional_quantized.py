@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .call import call
-from .quantize import QuantizedNorm
+from .passes.quantize import QuantizedNorm
 
 E4M3 = torch.float8_e4m3fn
 

@@ -4,6 +4,7 @@ Both are done with before anything is looked up or checked, as in PyTorch's own 
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,7 +14,13 @@ from torch.overrides import handle_torch_function
 
 from ..table import FACTORS, NOT_OF_ROWS, OPS, Op
 from . import arguments
-from .torch_private import ragged_dimension
+from .pytorch.torch_private import ragged_dimension
+
+
+@cache
+def public_functions() -> dict[str, Callable]:
+    """The public function of each op, which ops/__init__.py enters here."""
+    return {}
 
 
 class Whole:
@@ -26,20 +33,20 @@ class Whole:
         return self._returned
 
 
-def overridden(name: str, tensors, normalized_shape, eps, asked, backend):
+def overridden(checked: Callable, name: str, tensors, normalized_shape, eps, asked, backend) -> Any:
     """What the arguments' __torch_function__, or a mode, makes of the public function's call.
+
+    checked: serves the calls that no argument sees as that of a function.
 
     Each gets the function with the needed tensors and normalized_shape by position, and every other
     argument by name. What a quantised norm returns is no tensor, so that such a call goes on, and
     each sees the op.
     """
-    from . import call, functional  # which import this module
-
     op = OPS[name]
     if arguments.is_sequence(op, tensors):
         tensors = arguments.spread(op, tensors)
     if op.quantized or has_nested(tensors):
-        return call.checked(op, tensors, normalized_shape, eps, asked, backend)
+        return checked(op, tensors, normalized_shape, eps, asked, backend)
     given = op.named(tensors)
     if given.get("addend") is not None:
         given["residual"] = (given["addend"], given["residual"])
@@ -56,8 +63,8 @@ def overridden(name: str, tensors, normalized_shape, eps, asked, backend):
         del options["dropout_scale"]
     by_name |= {"eps": eps, "backend": backend} | options
     relevant = [t for t in tensors if t is not None]
-    function: Callable = getattr(functional, name)
-    return Whole(handle_torch_function(function, relevant, *rows, normalized_shape, **by_name))
+    public = public_functions()[name]
+    return Whole(handle_torch_function(public, relevant, *rows, normalized_shape, **by_name))
 
 
 def has_nested(tensors: Sequence[Tensor | None]) -> bool:

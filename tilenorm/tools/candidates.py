@@ -22,7 +22,7 @@ from ..launch.config import (
 from ..launch.target import REGISTERS, Target
 from ..launch.user_table import Key
 from ..spec import SHARED_FROM, NormSpec
-from .explain import title
+from .specs import title
 
 # Bytes that a thread may spill. One in eight of the configurations shipped for the H200 spills,
 # because no configuration without spills is as fast. Most of them spill less than this.

@@ -5,7 +5,7 @@ from itertools import product
 from pathlib import Path
 
 from ..launch.toolchain import cache_problem
-from ..ops.registry import DTYPES, Device, refusals
+from ..ops.passes.registry import DTYPES, Device, refusals
 from ..spec import FP8, GROUPS, LAYOUTS, MAX_TERMS, NormSpec, Quantization, Rotation
 from ..table import (
     MODULATED_NORMS,

@@ -1,6 +1,6 @@
 """Compiles the calls of plans into cuTile's cache, for any architecture, without a GPU.
 
-The calls are recorded from the bound calls of ops/cutile.py, which get tensors without memory.
+The calls are recorded from the passes of ops/passes/cutile.py, which get tensors without memory.
 """
 
 import os
@@ -34,13 +34,13 @@ from ..launch.target import Target
 from ..launch.toolchain import cache_problem
 from ..launch.tuned import rules
 from ..launch.user_table import TableWarning
-from ..ops import cutile
-from ..ops.split import cutile as split
-from ..ops.split.library import KINDS
+from ..ops.passes import cutile
+from ..ops.passes.sharded_rows import cutile as split
+from ..ops.torch_ops.sharded_rows.library import KINDS
 from ..spec import NormSpec
 from ..table import LIES, OPS
 from .cubin import Resources, resources
-from .explain import sizes_of, title
+from .specs import sizes_of, title
 
 Plan = ForwardPlan | BackwardPlan | RopeForwardPlan | RopeBackwardPlan
 EPS = 1e-6

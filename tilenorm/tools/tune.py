@@ -21,10 +21,9 @@ from ..launch.rope import RopeForwardPlan
 from ..launch.target import REGISTERS, Target
 from ..launch.toolchain import CompileError, driver_release
 from ..launch.user_table import Entry
-from ..ops import cutile, reference
+from ..ops.passes import cutile, reference
 from ..spec import NormSpec
 from .candidates import MOST_SPILLED, Search, written
-from .explain import moved_bytes, options_of, token_rows
 from .precompile import (
     RESOURCES,
     Compiled,
@@ -35,6 +34,7 @@ from .precompile import (
     compiling,
     resources_of,
 )
+from .specs import moved_bytes, options_of, token_rows
 
 ELEMENTS = 1 << 26  # elements of a matrix that is timed
 MOST_CHECKED = 1 << 25  # elements of a matrix that is compared with the reference

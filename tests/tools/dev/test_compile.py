@@ -25,8 +25,8 @@ from tilenorm.launch.tuned.rules import GATED_FLOAT16
 from tilenorm.launch.tuned.tables import TABLES
 from tilenorm.spec import NormSpec, Quantization
 from tilenorm.tools.dev.digests import Case, rotations
-from tilenorm.tools.explain import token_rows
 from tilenorm.tools.precompile import compile_call
+from tilenorm.tools.specs import token_rows
 
 TUNED = ("sm_90", "sm_90_H100", "sm_100")
 ARCHS = ("sm_80", "sm_90", "sm_100", "sm_120")

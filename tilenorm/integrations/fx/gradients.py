@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
-from ...ops.sharding import is_distributed
+from ...ops.pytorch.placements import is_distributed
 from ...table import FACTORS
 from .calls import COMMON, FORWARD, NORM_BACKWARD, TERMS, Call, derived, read_by, result_of
 from .nodes import (

@@ -17,8 +17,8 @@ from ...launch.target import Target
 from ...launch.tuned.tables import TABLES
 from ...spec import ITEM_BYTES, NormSpec, Quantization, Rotation
 from ...table import OPS
-from ..explain import title, token_rows
 from ..precompile import calls_of, compile_call, compiling, piece_calls
+from ..specs import title, token_rows
 
 LARGE, SMALL = 65537, 33  # rows of a large batch and of a small batch
 DTYPES = ("bfloat16", "float32")
