@@ -430,6 +430,15 @@ def test_the_table_of_functions_has_every_function():
     assert {name.replace("layer", "rms") for name in OPS} == shown
 
 
+def test_the_table_of_arguments_has_every_argument():
+    text = (ROOT / "tilenorm" / "ops" / "README.md").read_text()
+    table = text[text.index("## Arguments") : text.index("## Contracts")]
+    rows = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    explained = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    taken = {name for op in OPS for name in inspect.signature(getattr(tilenorm, op)).parameters}
+    assert explained == taken - {"input", "normalized_shape", "weight"}
+
+
 def test_limits_are_those_of_the_package():
     text = (ROOT / "tilenorm" / "ops" / "README.md").read_text()
     limits = registry.MAX_HIDDEN, registry.ROPE_HEAD, registry.ROPE_TOKEN, registry.MODULATED_ROW
