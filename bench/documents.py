@@ -216,7 +216,12 @@ def _hosts(block: Block) -> str:
 def about(record: Record) -> tuple[str, str]:
     """The question and the answer of a record, by the first kind of lines that it has."""
     kinds = {"cells": _about_cells, "pairs": _about_pairs, "accuracies": _about_accuracies}
-    kinds |= {"turns": _about_turns, "first_calls": _about_first_calls, "hosts": _about_hosts}
+    kinds |= {
+        "tests": _about_tests,
+        "turns": _about_turns,
+        "first_calls": _about_first_calls,
+        "hosts": _about_hosts,
+    }
     return next(answer(record) for name, answer in kinds.items() if getattr(record, name))
 
 
@@ -273,6 +278,13 @@ def _about_hosts(record: Record) -> tuple[str, str]:
     alone, both = (report.spread_of(of, ".2f") for of in ratios)
     answer = f"{alone} × PyTorch's, {both} with a backward"
     return f"{', '.join(ops)}: host time of a {way}", answer
+
+
+def _about_tests(record: Record) -> tuple[str, str]:
+    last = record.tests[-1]
+    skipped = sum(last.skipped.values())
+    counts = f"{last.passed} passed, {len(last.failed)} failed, {skipped} skipped"
+    return "the tests that need a GPU", f"{counts}, {last.not_reached} not reached"
 
 
 def _about_turns(record: Record) -> tuple[str, str]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from tilenorm.launch import forced
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.config import (
     Backward,
@@ -21,7 +22,7 @@ from tilenorm.launch.config import (
     SharedForward,
     StreamForward,
 )
-from tilenorm.launch.plan import BackwardPlan, ForwardPlan
+from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.target import Target
 from tilenorm.ops.passes import cutile
 from tilenorm.spec import NormSpec
@@ -93,11 +94,13 @@ def run(executor: Executor) -> Iterator[tuple[Job, str | None]]:
 def launch(job: Job, inputs: Inputs, target: Target, run) -> None:
     spec, config = job.spec, job.config
     if config.direction == "forward":
-        plan = ForwardPlan(spec, target, config, True)
+        with forced(config):
+            plan = plan_forward(spec, target, True)
         cutile.bind_forward(plan, run)(inputs.tensors(spec), EPS)
         return
     needs = every_gradient(spec)._replace(terms=job.terms, output=job.terms > 1)
-    plan = BackwardPlan(spec, target, config, needs)
+    with forced(config):
+        plan = plan_backward(spec, target, needs)
     more = [torch.zeros_like(inputs.dy)] * (job.terms - 1)
     tensors = inputs.dy, inputs.dsum, *inputs.saved(spec), *more
     cutile.bind_backward(plan, spec.kept, run)(tensors, EPS)

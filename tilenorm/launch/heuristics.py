@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from ..spec import ITEM_BYTES, NormSpec
 from ..table import MODULATION
-from . import user_table
+from . import forcing, user_table
 from .calls import Needs
 from .config import (
     Backward,
@@ -20,6 +20,7 @@ from .config import (
     RopeBackward,
     RopeForward,
     RowForward,
+    Served,
     SharedForward,
     cdiv,
     tile_width,
@@ -35,6 +36,8 @@ def chosen(spec: NormSpec, target: Target, needs: Needs | None = None) -> Config
     A norm whose output is quantised has the configuration, and so the bits, of the plain one.
     """
     spec, op = spec.unquantized, ""
+    if config := forcing.of_direction("forward" if needs is None else "backward"):
+        return _forced(spec, target, config)
     if found := _tabled(spec, target, needs):
         config, op, _ = found
     elif spec.rotation:
@@ -50,6 +53,19 @@ def chosen(spec: NormSpec, target: Target, needs: Needs | None = None) -> Config
     if needs is None and spec.op not in op:
         config = _around(spec, config)
     return with_room(spec, config)
+
+
+def _forced(spec: NormSpec, target: Target, config: Config) -> Config:
+    """The configuration of a block of forcing.forced. Raises ValueError where it cannot serve."""
+    reason = config.refusal(Served(spec.hidden, spec.widest_item, spec.aligned, target))
+    if isinstance(config, RopeForward) != bool(spec.rotation):
+        reason = f"{type(config).__name__} is for other kernels"
+    if reason:
+        raise ValueError(
+            f"{spec.op}: the argument 'config' of tilenorm.launch.forced takes a configuration that"
+            f" serves rows of {spec.hidden} {spec.dtype}, got {config}: {reason}"
+        )
+    return config
 
 
 def _around(spec: NormSpec, config: Config) -> Config:
@@ -190,6 +206,8 @@ def _rotated(spec: NormSpec, needs: Needs | None) -> RopeForward | RopeBackward:
 def source(spec: NormSpec, target: Target, needs: Needs | None = None) -> str:
     """The table or rule that the configuration comes from."""
     spec = spec.unquantized
+    if forcing.of_direction("forward" if needs is None else "backward"):
+        return "forced"
     found = _tabled(spec, target, needs)
     if not found:
         return "heuristic, untimed"

@@ -17,7 +17,7 @@ from ..kernels.forward import row_forward, shared_forward, stream_forward
 from ..kernels.group_backward import group_backward, group_sum
 from ..spec import NormSpec
 from ..table import FACTORS
-from . import heuristics
+from . import forcing, heuristics
 from .arrays import MAIN_ARRAYS, BackwardArrays, ForwardArrays, of_group_sums, taking
 from .calls import MAX_GRID, Launch, Needs, constants, parts, rectangles
 from .config import Backward, ColumnSum, Hints, RowForward, SharedForward, StreamForward, cdiv
@@ -306,3 +306,6 @@ class GroupedPlan(BackwardPlan):
             grid = cdiv(self.spec.hidden, config.tile), groups
             found.append(Launch(GROUP_SUM, grid, (), of_group_sums, after, early))
         return found
+
+
+forcing.when_changed().extend((plan_forward.cache_clear, plan_backward.cache_clear))

@@ -8,15 +8,19 @@
 What an upper room has to tell a lower one is wired here.
 """
 
+from ..launch import forcing
 from ..table import OPS
 from . import call, functional, overrides
-from .passes import bound, native
+from .passes import bound, native, registry
 from .torch_ops import inductor, library, sharding
 
 library.before_fakes().extend((inductor.tell_inductor, sharding.register_where_loaded))
 overrides.public_functions().update(
     {name: getattr(functional, name) for name, op in OPS.items() if not op.quantized}
 )
-# What Python has prepared for repeated calls, it prepares anew for another extension.
+# What Python has prepared for repeated calls, it prepares anew for another extension, and for
+# another configuration.
 for _cache in (call.remembered, bound.bound_for, bound.norm_of):
     native.state().when_changed(_cache.cache_clear)
+    forcing.when_changed().append(_cache.cache_clear)
+forcing.when_changed().extend((registry.failures.cache_clear, native.state().forget))

@@ -14,10 +14,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..launch import user_table
+from ..launch import forced, user_table
 from ..launch.config import Config
-from ..launch.plan import ForwardPlan, backward_kind, backward_spec
-from ..launch.rope import RopeForwardPlan
+from ..launch.plan import plan_backward, plan_forward
 from ..launch.target import REGISTERS, Target
 from ..launch.toolchain import CompileError, driver_release
 from ..launch.user_table import Entry
@@ -102,10 +101,10 @@ class Measured:
 def plan_of(search: Search, config: Config) -> Plan:
     """The plan of a training step with this configuration instead of the chosen one."""
     spec, target, needs = search.spec, search.target, search.needs
-    if needs is None:
-        forward = RopeForwardPlan if spec.rotation else ForwardPlan
-        return forward(spec, target, config, True)
-    return backward_kind(spec)(backward_spec(spec, needs), target, config, needs)
+    with forced(config):
+        if needs is None:
+            return plan_forward(spec, target, True)
+        return plan_backward(spec, target, needs)
 
 
 def compile_candidates(
