@@ -254,7 +254,7 @@ def steps(records: Iterable[Record]) -> str:
     steps come first.
     """
     by_variants = grouped((p for r in records for p in r.timed_pairs), "base", "variant")
-    return "\n".join(_sentence(*names, pairs) for names, pairs in by_variants.items())
+    return "\n".join(_sentence(a, b, pairs) for (a, b), pairs in by_variants.items())
 
 
 def _sentence(base: str, variant: str, pairs: Sequence[Pair]) -> str:
