@@ -13,6 +13,7 @@ The options after a path narrow its records; a list of values is written with co
 summary  speeds beside the fastest other provider, with a column for each op
 losses   every shape at which another provider is faster
 gains    what the second variant of each pair of training steps gains
+steps    the same in a sentence for each two variants, with the steps that are slower first
 hosts    the host time of PyTorch's norms and of tilenorm's
 turns    calls in the cold (way=cold) or whole steps (way=model) beside their base, losses first
 index    a row for each record: its question and its answer
@@ -126,7 +127,8 @@ def _block(document: Path, match: re.Match) -> Block:
         (path, load([document.parent / path]).narrowed(**wanted)) for path, wanted in options
     ]
     block, cells = Block(kind, sources, svg), sum(len(record.cells) for _, record in sources)
-    shown = None if kind in ("index", "gains") else block.record  # these have each record by itself
+    apart = kind in ("index", "gains", "steps")  # these have each record by itself
+    shown = None if apart else block.record
     if kind in ("summary", "plot") and len(shown.cells) < cells:
         raise ValueError(f"{document}: two records have the same cells in {opening}")
     return block
@@ -307,5 +309,6 @@ KINDS = {
     "losses": _losses,
     "index": _index,
     "gains": lambda block: report.gains(record for _, record in block.sources),
+    "steps": lambda block: report.steps(record for _, record in block.sources),
     "plot": lambda block: f"![GB/s against N]({block.svg})",
 }

@@ -249,6 +249,27 @@ def gains(records: Iterable[Record]) -> str:
     return columns(["model", "GPU", "A", "B", "ms a step", MORE, "peak GiB"], rows)
 
 
+def steps(records: Iterable[Record]) -> str:
+    """What the second variant gains in a step, in a sentence for each two variants. The slower
+    steps come first.
+    """
+    by_variants = grouped((p for r in records for p in r.timed_pairs), "base", "variant")
+    return "\n".join(_sentence(a, b, pairs) for (a, b), pairs in by_variants.items())
+
+
+def _sentence(base: str, variant: str, pairs: Sequence[Pair]) -> str:
+    ordered = sorted(pairs, key=lambda pair: pair.more_tokens.median)
+    slower = [pair for pair in ordered if round(pair.more_tokens.median, 4) < 0]
+    faster = [pair.more_tokens.median * 100 for pair in ordered[len(slower) :]]
+    unclear = sum(p.more_tokens.low is None or p.more_tokens.low <= 0 for p in ordered)
+    losses = [f"{p.label} {with_interval(p.more_tokens, 100, '%')}" for p in slower]
+    parts = [": ".join([f"slower in {len(slower)} of {len(pairs)} steps", *losses])]
+    if faster:
+        parts.append(f"{spread_of(faster, '+.2f')}% tokens/s in the other {len(faster)}")
+    parts.append(f"the interval begins at or below 0 in {unclear}")
+    return f"- `{variant}` beside `{base}`: {'; '.join(parts)}."
+
+
 def _kernels(pair: Pair) -> Table:
     """The kernels whose time differs most between the two variants of a pair, and all together."""
     both = [{line["name"]: line for line in lines} for lines in pair.kernels]
