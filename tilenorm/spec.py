@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from .table import DERIVED, FACTORS, MODULATION, OF_KEY, OPS
+from .row import DERIVED
+from .table import BRANCH_PORTS, MODULATION, OF_KEY, OPS
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1}
 DIGITS = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}  # binary ones
@@ -21,7 +22,7 @@ LAYOUTS = {
 # The fields of NormSpec that are dtypes of tensors: `dtype` is that of x, and each other field has
 # the name of its tensor's role.
 TENSORS = ("dtype", "residual", "gate", "weight", "bias", "addend", "skip")
-TENSORS += FACTORS + MODULATION + OF_KEY
+TENSORS += (*(port.role for port in BRANCH_PORTS), *MODULATION, *OF_KEY)
 MAX_TERMS = 4  # of dy, that one backward pass adds up
 # No table, no rule and no candidate of the tuner has blocks share a row of fewer elements.
 SHARED_FROM = 8192
@@ -218,7 +219,7 @@ class NormSpec:
     @property
     def branches(self) -> bool:
         """Whether x is masked or scaled before it is added to the residual."""
-        return any(getattr(self, name) for name in FACTORS)
+        return any(getattr(self, port.role) for port in BRANCH_PORTS)
 
     @property
     def modulated(self) -> bool:
@@ -269,7 +270,9 @@ class NormSpec:
     @property
     def without_joins(self) -> "NormSpec":
         """The same norm, where operations of their own do what `joins` tells of."""
-        return replace(self, **dict.fromkeys(("addend", "skip", *FACTORS)))
+        return replace(
+            self, **dict.fromkeys(("addend", "skip", *(port.role for port in BRANCH_PORTS)))
+        )
 
     def dtype_of(self, role: str) -> str | None:
         """The dtype of a tensor that is taken, by its role; None for an absent one, or a number."""
@@ -309,7 +312,11 @@ class NormSpec:
             return ("x", *roles, "cos", "sin", *["positions"] * bool(self.rotation.positions))
         roles = ["x", *(name for name in ("gate", "weight", "bias") if getattr(self, name))]
         roles += ["mean", "rstd"] if self.norm == "layer" else ["rstd"]
-        roles += [name for name in (*FACTORS, "mod_scale", "mod_gate") if getattr(self, name)]
+        roles += [
+            name
+            for name in ("dropout_mask", "layer_scale", "mod_scale", "mod_gate")
+            if getattr(self, name)
+        ]
         return (*roles, "input") if self.mod_gate else tuple(roles)
 
     @property

@@ -10,10 +10,11 @@ from torch import SymFloat, SymInt, Tensor
 from torch.compiler import is_compiling
 from torch.overrides import has_torch_function
 
+from ..row import Op
 from ..settings import settings
 from ..spec import FP8, GROUPS, LAYOUTS
-from ..table import FACTORS, MASK, OPS, OPTIONS, VECTOR, Op
-from .passes.reading import leading_groups
+from ..table import BRANCH_PORTS, DROPOUT_MASK, LAYER_SCALE, OPS, OPTIONS
+from .passes.dims import leading_groups
 from .passes.reference import statistics_dtype
 from .passes.registry import check_backend
 from .passes.rotation import check_positions
@@ -283,16 +284,16 @@ def _check_together(op: str, given: dict, options: dict) -> None:
             takes = "None without a residual, to which gate · input is added"
             raise wrong(op, "gate", takes, "a Tensor", ValueError)
     if "dropout_scale" in options:
-        if given[MASK] is None and options["dropout_scale"] != 1:
+        if given[DROPOUT_MASK.name] is None and options["dropout_scale"] != 1:
             got = options["dropout_scale"]
-            raise wrong(op, "dropout_scale", f"1.0 without a {MASK}", got, ValueError)
-        for name in FACTORS:
-            if given[name] is not None and addend is not None:
-                raise wrong(op, name, "None with two residuals", "one")
+            raise wrong(op, "dropout_scale", f"1.0 without a {DROPOUT_MASK.name}", got, ValueError)
+        for port in BRANCH_PORTS:
+            if given[port.name] is not None and addend is not None:
+                raise wrong(op, port.name, "None with two residuals", "one")
         # The gradient of the vector is made of the residual's.
         digits = torch.finfo(residual.dtype).eps > torch.finfo(input.dtype).eps
-        if given[VECTOR] is not None and digits:
-            takes = f"at least the digits of the input's {input.dtype} with a {VECTOR}"
+        if given[LAYER_SCALE.name] is not None and digits:
+            takes = f"at least the digits of the input's {input.dtype} with a {LAYER_SCALE.name}"
             raise wrong(op, "residual", takes, residual.dtype)
 
 

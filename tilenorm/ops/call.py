@@ -10,7 +10,8 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.overrides import has_torch_function
 
-from ..table import OPS, Op
+from ..row import Op
+from ..table import OPS
 from . import arguments, overrides
 from .passes.bound import MOST_CALLS, Bound, bound_of, kinds_of, refuse_gradient, specs_of
 from .passes.native import state

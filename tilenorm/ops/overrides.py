@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function
 
-from ..table import FACTORS, NOT_OF_ROWS, OPS, Op
+from ..row import Op
+from ..table import BRANCH_PORTS, NOT_OF_ROWS, OPS
 from . import arguments
 from .pytorch.torch_private import ragged_dimension
 
@@ -59,7 +60,10 @@ def overridden(checked: Callable, name: str, tensors, normalized_shape, eps, ask
         if port.lies == "affine" or given[port.name] is not None
     }
     options = dict(zip(op.options, asked, strict=True))
-    if by_name.keys().isdisjoint(FACTORS) and options.get("dropout_scale") == 1:
+    if (
+        by_name.keys().isdisjoint(port.argument for port in BRANCH_PORTS)
+        and options.get("dropout_scale") == 1
+    ):
         del options["dropout_scale"]
     by_name |= {"eps": eps, "backend": backend} | options
     relevant = [t for t in tensors if t is not None]

@@ -14,8 +14,9 @@ from ..launch.target import Target
 from ..ops import arguments, functional, functional_quantized
 from ..ops.passes.bound import specs_of_tensors
 from ..ops.passes.registry import MIN_DRIVER, Device, device_of, refusals, requested_backend
+from ..row import Op
 from ..spec import NormSpec
-from ..table import OPS, Op
+from ..table import OPS
 from .specs import moved_bytes, options_of
 
 

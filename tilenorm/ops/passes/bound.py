@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ...launch.calls import Needs
 from ...launch.toolchain import CompileError
+from ...row import Op
 from ...spec import TENSORS, NormSpec, Options, Quantization, Rotation
-from ...table import OPS, QUANTIZATION, ROTATION, Op
+from ...table import OPS, QUANTIZATION, ROTATION
 from ..pytorch.plain import Plain
 from ..pytorch.sizes import without_tensor
 from . import native

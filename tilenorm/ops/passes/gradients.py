@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ...launch.calls import Needs, addend_as, needs_of
+from ...row import Op
 from ...spec import NormSpec
-from ...table import OF_KEY, OPS, VECTOR, Op
+from ...table import LAYER_SCALE, OF_KEY, OPS
 from ..pytorch.placements import added_up
 from .reference import group_gradient, of_input, vector_gradient
 
@@ -47,18 +48,18 @@ class Step(NamedTuple):
         spec = self.spec
         third = "addend" in self.asked and spec.addend not in (spec.dtype, spec.residual)
         given = self.dy is not None or spec.rotation is not None
-        return given and not third and VECTOR not in self.asked
+        return given and not third and LAYER_SCALE.role not in self.asked
 
     def by_role(self, found: Sequence, dy: Tensor, saved: Sequence) -> dict[str, Tensor | None]:
         """The gradients that are asked for. found: what a backward pass returns."""
         spec, standing = self.spec, self.standing
         every = *found[: len(self.needs.gradients)], dy, None
-        grads = {role: every[standing[role]] for role in self.asked if role != VECTOR}
+        grads = {role: every[standing[role]] for role in self.asked if role != LAYER_SCALE.role}
         if "addend" in grads and not self.is_pass:
             grads["addend"] = grads["addend"].to(getattr(torch, spec.addend))
-        if VECTOR in self.asked:
+        if LAYER_SCALE.role in self.asked:
             total = every[standing["residual"]]
-            grads[VECTOR] = vector_gradient(spec, total, named(spec, saved))
+            grads[LAYER_SCALE.role] = vector_gradient(spec, total, named(spec, saved))
         return grads
 
 
@@ -152,6 +153,6 @@ def through_sum(
             grads[role] = of_input(spec, grads[role], dsum, saved)
         if role == "mod_gate":
             grads[role] = group_gradient(spec, dsum, saved)
-        if role == VECTOR:
+        if role == LAYER_SCALE.role:
             grads[role] = vector_gradient(spec, dsum, saved)
     return grads

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ...row import Op
 from ...spec import NormSpec
-from ...table import BACKWARD, Op
+from ...table import BACKWARD
 from ..passes import reference
 from ..passes.bound import OpSpecs, refuse_gradient
 from ..passes.gradients import Step, named, run_steps
@@ -90,7 +91,7 @@ def by_op(
         )
     name = spec.op if spec.rotation else "modulated_norm" if spec.modulated else "norm"
     row, asked = BACKWARD[f"{name}_backward"], step.needs.gradients
-    mask = [asked[place] for place in row.places[: len(row.masked)]]
+    mask = [asked[place] for place in row.gradient_index[: len(row.masked)]]
     given = {**spec.options._asdict(), "shift": spec.mod_shift, "eps": eps, "output_mask": mask}
     given |= {"added": spec.residual is not None, "backend": what.backend, "output": False}
     if how := spec.rotation:
@@ -100,7 +101,7 @@ def by_op(
     given |= {port.name: tensors.get(port.role) for port in row.tensors}
     op = getattr(torch.ops.tilenorm, row.name)
     made = op(*[given[argument] for argument in row.arguments])
-    found = dict(zip(row.places, made, strict=True))
+    found = dict(zip(row.gradient_index, made, strict=True))
     return [found.get(place) for place in range(len(asked))]
 
 

@@ -30,7 +30,8 @@ from torch import Tensor
 from ...table import BACKWARD, OPS, TERMS
 from ..passes.base import NONE, Pass
 from ..passes.bound import Bound, bound_of, norm_of
-from ..passes.reading import MOST_SHAPES, contiguous_strides_of, rows_shape, vector_of
+from ..passes.dims import rows_shape
+from ..passes.reading import MOST_SHAPES, contiguous_strides_of, vector_of
 from ..passes.reference import STATISTICS
 from ..passes.registry import MAX_ROWS, on_device_of
 from ..pytorch.plain import Plain
@@ -110,7 +111,12 @@ def _is_constant(value: str) -> bool:
 @cache
 def _generation() -> str:
     package = Path(__file__).parents[2]
-    files = [package / "table.py", package / "spec.py", *(package / "ops").glob("**/*.py")]
+    files = [
+        package / "row.py",
+        package / "table.py",
+        package / "spec.py",
+        *(package / "ops").glob("**/*.py"),
+    ]
     code = b"".join(file.read_bytes() for file in sorted(files))
     return f"tilenorm-{sha256(code).hexdigest()[:16]}"
 
@@ -122,7 +128,7 @@ def tensors_of(op: str, given: Sequence[str]) -> tuple[str, ...]:
     if op in OPS:
         return tuple(port.name for port in OPS[op].takes)
     row = BACKWARD[op]
-    return tuple(p.name for p in row.tensors if p not in row.last or p.name in given)
+    return tuple(p.name for p in row.tensors if p not in row.takes_late or p.name in given)
 
 
 def bind(op: str, taken: tuple[str, ...], **options) -> Callable:
@@ -194,7 +200,7 @@ def backward(
     first, eps = len(row.takes), options["eps"]
     terms = range(first, first + sum(port.name in taken for port in TERMS))
     # What the op returns, of the gradients, y where it is written, and None.
-    shown = itemgetter(*row.places)
+    shown = itemgetter(*row.gradient_index)
     statistics = [i for i, name in enumerate(taken) if name in STATISTICS]
     run: Pass | None = None
     read: Any = None

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from ...launch.scales import Scales
+from ...row import Op, Port
 from ...spec import Quantization
-from ...table import BACKEND, OPS, OPTIONS, InternalOp, Op, Port
+from ...table import ARGUMENTS, OPS, OPTIONS
 from ..passes import reference
 from ..passes.bound import Bound, bound_of, kinds_of, specs_of, specs_of_tensors
+from ..passes.dims import rows_shape
 from ..passes.quantize import SCALE_DTYPES, with_codes
-from ..passes.reading import rows_shape
 from ..passes.reference import statistics_dtype
 from ..passes.registry import on_device_of
 from ..pytorch.torch_private import BelowAutograd, asked_of, autocast_casts, in_forward_mode
@@ -71,15 +72,20 @@ def fake(kind: Callable, *arguments) -> Any:
     return tuple(made) if len(made) > 1 else made[0]
 
 
-def define(kind: Callable, row: Op | InternalOp, options: str) -> None:
-    """Define an op with its implementation for real tensors, and its fake.
-
-    options: the arguments behind the tensors, as in its schema.
-    """
+def schema_of(row: Op) -> str:
+    """The schema of an op."""
     takes = [f"Tensor{'' if port.needed else '?'} {port.name}" for port in row.takes]
+    arguments = ARGUMENTS | {name: f"{option.kind} {name}" for name, option in OPTIONS.items()}
+    arguments |= {port.name: f"Tensor? {port.name}=None" for port in row.takes_late}
+    arguments["output_mask"] = f"bool[{len(row.masked)}] output_mask"
+    behind = [arguments[name] for name in row.arguments[len(takes) :]]
     makes = [f"Tensor {port.name}" for port in row.makes]
-    schema = f"{row.name}({', '.join([*takes, options])}) -> ({', '.join(makes)})"
-    LIBRARY.define(schema, tags=TAGS)
+    return f"{row.name}({', '.join([*takes, *behind])}) -> ({', '.join(makes)})"
+
+
+def define(kind: Callable, row: Op) -> None:
+    """Define an op with its implementation for real tensors, and its fake."""
+    LIBRARY.define(schema_of(row), tags=TAGS)
     for key in ("CPU", "CUDA"):
         LIBRARY.impl(row.name, partial(run, kind), key)
     torch.library.register_fake(f"tilenorm::{row.name}", partial(fake, kind), lib=LIBRARY)
@@ -288,10 +294,7 @@ def autocast_tensors(op: Op, tensors: tuple) -> tuple:
 
 def define_op(op: Op) -> None:
     """Define an op, and register all of the above."""
-    options = [f"{OPTIONS[name].kind} {name}" for name in op.options]
-    eps = [f"float {name}" for name in op.eps]
-    last = ", ".join(["SymInt hidden", *options, *eps, "bool save", BACKEND])
-    define(KINDS[op.name], op, last)
+    define(KINDS[op.name], op)
     LIBRARY.impl(op.name, partial(autocast, op), "AutocastCUDA")
     if BelowAutograd is None:
         name, context = f"tilenorm::{op.name}", partial(setup_context, op)

@@ -103,7 +103,7 @@ class Piece(InternalCall):
         rows = found["rows"] = prod(lead)
         for port in self.row.takes:
             t = found[port.role]
-            if port.lies in ("part", "whole") and t is not None:
+            if port.number and t is not None:
                 found[port.role] = t.reshape(rows, *t.shape[len(lead) :])
         roles = [port.role for port in self.row.makes]
         found["results"] = dict(zip(roles, self.results(), strict=True))

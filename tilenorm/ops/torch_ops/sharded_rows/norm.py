@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ....launch.calls import needs_of
+from ....row import Op
 from ....spec import NormSpec, Options
-from ....table import FACTORS, NOT_OF_ROWS, OPS, Op
+from ....table import BRANCH_PORTS, NOT_OF_ROWS, OPS
 from ...passes import reference
 from ...passes.bound import options_of
 from ...passes.gradients import through_sum
@@ -82,7 +83,7 @@ def normalize(op: Op, given: dict[str, Any], how: How) -> tuple[Tensor, Tensor |
         if tensor is not None:
             along = port.lies in ("affine", "vector")
             given[port.role] = _moved(tensor, _along(tensor, x, at) if along else at)
-    given["x"] = branched(how.options, given["x"], *map(given.get, FACTORS))
+    given["x"] = branched(how.options, given["x"], *[given.get(port.role) for port in BRANCH_PORTS])
     x, addend = given["x"], given.get("addend")
     if addend is not None:  # x + addend is rounded to the addend's dtype, and has x's
         if addend.dtype.itemsize > x.dtype.itemsize:
