@@ -44,6 +44,11 @@ class Port:
         return self.dims in ("...", "+...")
 
     @property
+    def parameter(self) -> bool:
+        """Whether it has no rows: all of them share it, or those of one head."""
+        return self.dims in ("n", "[h] n")
+
+    @property
     def lies(self) -> str:
         """The word that stood for the dimensions before, for modules that still read it."""
         if self.swapped:
@@ -171,7 +176,13 @@ class Op:
         return tuple(role for role in self.made if role != "y")
 
     @cached_property
+    def derived(self) -> tuple[str, ...]:
+        """Of a backward pass, the roles of the tensors that may have gradients, in the order of
+        Needs.gradients.
+        """
+        return (*DERIVED, *(role for role in self.masked if role not in DERIVED))
+
+    @cached_property
     def gradient_index(self) -> tuple[int, ...]:
         """Of a backward pass, the index of each result in Needs.gradients, behind which y comes."""
-        others = [role for role in self.made if role not in DERIVED]
-        return tuple(map([*DERIVED, *others].index, self.made))
+        return tuple(map([*self.derived, "y"].index, self.made))

@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from .row import DERIVED
-from .table import BRANCH_PORTS, MODULATION, OF_KEY, OPS
+from .row import Op
+from .table import BACKWARD, BRANCH_PORTS, COS, MODULATION, OF_KEY, OPS, SIN
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1}
 DIGITS = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}  # binary ones
@@ -67,6 +67,11 @@ class Quantization(NamedTuple):
         if self.scaling == "tensor":
             return 0
         return hidden // self.group if self.group else 1
+
+    @property
+    def scale_dtype(self) -> str:
+        """The dtype of the array of scales that the kernels write: powers of two are bytes."""
+        return "uint8" if self.scaling == "mx" else "float32"
 
     @property
     def label(self) -> str:
@@ -241,11 +246,11 @@ class NormSpec:
         return (norm, of_key) if self.key else (norm,)
 
     @property
-    def saved(self) -> tuple[str, ...]:
+    def autograd_saves(self) -> tuple[str, ...]:
         """The roles of the tensors that autograd saves: also x itself, of which, and not of the
         sum, the gradient of the layer scale is made.
         """
-        return (*self.kept, "input") if self.layer_scale else self.kept
+        return (*self.kernel_reads, "input") if self.layer_scale else self.kernel_reads
 
     @property
     def unserved(self) -> str | None:
@@ -281,28 +286,47 @@ class NormSpec:
         if role in ("cos", "sin", "positions"):
             how = self.rotation
             return how and (how.positions if role == "positions" else how.table)
+        if role == "given_scale":
+            by_caller = self.quantized is not None and self.quantized.scaling == "tensor"
+            return "float32" if by_caller else None
         return getattr(self, "dtype" if role == "x" else role, None)
+
+    @cached_property
+    def row(self) -> Op:
+        """The row of the op that users call: the one that has the norm, and takes the tensors.
+
+        Raises ValueError if there is no such op.
+        """
+        roles = {role for role in TENSORS if role != "dtype" and getattr(self, role)} | {"x"}
+        roles |= {COS.role, SIN.role} if self.rotation else set()
+        inner = self.inner and self.inner.op
+        for row in OPS.values():
+            if row.calls:
+                fits = inner == row.calls[0].op
+            else:
+                needed = {port.role for port in row.takes if port.needed}
+                fits = inner is None and needed <= roles <= {*row.roles}
+            if fits and (row.norm, row.quantized) == (self.norm, self.quantized is not None):
+                return row
+        raise ValueError(f"no op is {self.norm!r} norm of {', '.join(sorted(roles))}")
 
     @property
     def op(self) -> str:
         """The name of the function that users call."""
-        if self.inner:
-            return f"{self.inner.op}_{self.norm}_norm"
-        if self.modulated:
-            return f"modulated_{self.norm}_norm"
-        if self.rotation:
-            return f"{self.norm}_norm_rope"
-        before = "add_" if self.residual else "gated_" if self.gate else ""
-        after = f"{'_add' if self.skip else ''}{'_quantized' if self.quantized else ''}"
-        return f"{before}{self.norm}_norm{after}"
+        return self.row.name
+
+    @property
+    def backward(self) -> Op:
+        """The row of the op of its backward pass."""
+        return BACKWARD[self.row.backward]
 
     @property
     def derived(self) -> tuple[str, ...]:
         """The roles of the tensors that may have gradients, in the order of Needs.gradients."""
-        return DERIVED + (MODULATION if self.modulated else OF_KEY if self.rotation else ())
+        return self.backward.derived
 
     @cached_property
-    def kept(self) -> tuple[str, ...]:
+    def kernel_reads(self) -> tuple[str, ...]:
         """The roles of the saved tensors that the backward pass reads. "x" is the sum if there is
         one, and "input" is x itself.
         """

@@ -460,12 +460,13 @@ def _broadcasts(sizes: list[int], tokens: list[int]) -> bool:
     return all(known(a == 1) or holds(a == b) for a, b in zip(sizes, own, strict=True))
 
 
-def check_values(positions: Tensor | None, cos: Tensor) -> bool:
+def check_values(tensors: dict[str, Any]) -> bool:
     """Whether TILENORM_DEBUG has the positions of each eager call checked; and check them then.
 
-    Raises IndexError for a position that is no row of the tables.
+    tensors: by their roles. Raises IndexError for a position that is no row of the tables.
     """
+    positions = tensors["positions"]
     if positions is None or is_compiling() or not settings().debug:
         return False
-    check_positions(positions, cos)
+    check_positions(positions, tensors["cos"])
     return True

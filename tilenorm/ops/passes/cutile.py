@@ -56,7 +56,7 @@ def forward(spec: NormSpec, target: Target, save: bool, run: Run | None = None) 
 
 def backward(spec: NormSpec, target: Target, needs: Needs, run: Run | None = None) -> Callable:
     """As registry.Implementation.backward."""
-    return bind_backward(plan_backward(spec, target, needs), spec.kept, run or on_device)
+    return bind_backward(plan_backward(spec, target, needs), spec.kernel_reads, run or on_device)
 
 
 class Kernels:
@@ -154,7 +154,7 @@ def repeat_of(
 def bind(plan: Any, run: Run = on_device) -> Kernels:
     """The function of (tensors, eps) of a plan of whole norms, see Pass."""
     if hasattr(plan, "needs"):
-        return bind_backward(plan, plan.spec.kept, run)
+        return bind_backward(plan, plan.spec.kernel_reads, run)
     return bind_forward(plan, run)
 
 
@@ -246,8 +246,8 @@ def bind_cast_apart(spec: NormSpec, plan: ForwardPlan, run: Run = on_device) -> 
 def bind_backward(plan: BackwardPlan, kept: tuple[str, ...], run: Run = on_device) -> Kernels:
     """A backward pass. Gradients are contiguous, each in its own tensor's dtype and shape.
 
-    kept: the roles of the tensors that were saved, see NormSpec.kept. dsum is the gradient of the
-    sum, or of the rotated key, which is read if the plan needs it.
+    kept: NormSpec.kernel_reads, the roles of the tensors that were saved. dsum is the gradient of
+    the sum, or of the rotated key, which is read if the plan needs it.
     """
     spec, needs = plan.spec, plan.needs
     made_as = _gradients_as(spec, needs)

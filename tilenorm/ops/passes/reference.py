@@ -118,7 +118,7 @@ def _turns(spec: NormSpec, given: Given, dtype: torch.dtype) -> Turns:
 
 def bind_backward(spec: NormSpec, needs: Needs) -> Callable:
     """A function of (tensors, eps) as registry.Implementation has it."""
-    kept = spec.kept
+    kept = spec.kernel_reads
     end = 2 + len(kept)
 
     def bound(tensors: Sequence[Tensor | None], eps: float) -> tuple:
@@ -143,9 +143,9 @@ def backward(
     """The gradients that are needed, in the order of Needs.gradients, contiguous, and behind them y
     if it is needed.
 
-    saved: the tensors of NormSpec.kept by their roles; without rstd, as a differentiable function
-    of x too. more: what is added to dy, term by term. dots: the means of g · x̂ and of g over whole
-    rows, (rows, 1) or (rows, 2), where the tensors hold pieces of rows.
+    saved: the tensors of NormSpec.kernel_reads by their roles; without rstd, as a differentiable
+    function of x too. more: what is added to dy, term by term. dots: the means of g · x̂ and of g
+    over whole rows, (rows, 1) or (rows, 2), where the tensors hold pieces of rows.
     """
     if spec.rotation:
         return _rotated_backward(spec, needs, (dy, dsum), saved, eps)

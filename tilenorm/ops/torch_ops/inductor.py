@@ -28,16 +28,15 @@ import torch
 from torch import Tensor
 
 from ...table import BACKWARD, OPS, TERMS
+from ..passes import dims
 from ..passes.base import NONE, Pass
 from ..passes.bound import Bound, bound_of, norm_of
-from ..passes.dims import rows_shape
 from ..passes.reading import MOST_SHAPES, contiguous_strides_of, vector_of
 from ..passes.reference import STATISTICS
 from ..passes.registry import MAX_ROWS, on_device_of
 from ..pytorch.plain import Plain
 from ..pytorch.torch_private import inductor_calls, modes, reinterpret
 from .internal_ops import KINDS
-from .library import numbers_shape
 from .telling import Generated
 
 
@@ -143,13 +142,13 @@ def forward(name: str, *, hidden: int, save: bool, backend: str | None, **option
     eps = tuple(options.pop(of) for of in op.eps)
     asked = (hidden, *(options[of] for of in op.options))
     most, own = MAX_ROWS * hidden, eps if op.calls else eps[0]
-    numbers = [(i, port) for i, port in enumerate(op.makes) if port.lies == "number"]
+    numbers = [(i, port) for i, port in enumerate(op.makes) if port.number]
     bound: Bound | None = None
     run: Any = None
 
     @lru_cache(MOST_SHAPES)
     def view_of(shape: torch.Size) -> tuple | None:
-        return _apart(rows_shape(shape, hidden))
+        return _apart(dims.rows_shape(shape, hidden))
 
     def bound_forward(*tensors: Tensor | None) -> Sequence[Tensor | None]:
         made = None if run is None or modes() else run.repeated(tensors, own)
@@ -164,7 +163,8 @@ def forward(name: str, *, hidden: int, save: bool, backend: str | None, **option
                 made[i], outputs[i] = None, (NONE, None)
                 continue
             if port.given:
-                view = _apart(numbers_shape(op, port, tensors, hidden))
+                sizes = dims.sizes_by_hidden(op.named(tensors), hidden)
+                view = _apart(dims.shape(port, sizes))
             if view is not None:
                 made[i], outputs[i] = reinterpret(made[i], *view), (first + i, view[0])
         if repeated:
@@ -237,7 +237,7 @@ def backward(
             spec = call.spec
             needs = call.needs(spec)
             named = {port.role: port.name for port in row.tensors}
-            places = [taken.index(named[role]) for role in spec.kept]
+            places = [taken.index(named[role]) for role in spec.kernel_reads]
             order = [0, 1 if needs.dsum else -1, *places, *terms]
             read = itemgetter(*order)
             norm = norm_of(spec, x.device.type, x.get_device(), False, backend)

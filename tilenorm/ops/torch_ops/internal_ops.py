@@ -146,7 +146,7 @@ class Backward(InternalCall):
             return self.returned(())
         long = x.numel() > MAX_ROWS * asked["hidden"]
         norm = norm_of(spec, x.device.type, x.get_device(), long, asked["backend"])
-        kept = [vector_of(given[r]) if r in numbers else given[r] for r in spec.kept]
+        kept = [vector_of(given[r]) if r in numbers else given[r] for r in spec.kernel_reads]
         dsum = given["dsum"] if needs.dsum else None
         with on_device_of(x):
             tensors = given["dy"], dsum, *kept, *self.more

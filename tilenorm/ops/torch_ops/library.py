@@ -20,9 +20,8 @@ from ...launch.scales import Scales
 from ...row import Op, Port
 from ...spec import Quantization
 from ...table import ARGUMENTS, OPS, OPTIONS
-from ..passes import reference
+from ..passes import dims, reference
 from ..passes.bound import Bound, bound_of, kinds_of, specs_of, specs_of_tensors
-from ..passes.dims import rows_shape
 from ..passes.quantize import SCALE_DTYPES, with_codes
 from ..passes.reference import statistics_dtype
 from ..passes.registry import on_device_of
@@ -135,10 +134,10 @@ class Called(NamedTuple):
     def dtype_of(self, port: Port) -> torch.dtype:
         """The dtype of a tensor that the call makes."""
         given = self.row.named(self.tensors)
-        if port.lies == "number":
+        if port.number:
             return statistics_dtype(*[given[name] for name in port.like.split()])
-        if port.lies == "scales":
-            return SCALE_DTYPES["uint8" if self.option("scaling") == "mx" else "float32"]
+        if port.like == "scale":
+            return SCALE_DTYPES[Quantization(self.option("scaling")).scale_dtype]
         if port.like in self.row.options:
             return self.option(port.like)
         if port.like in given:
@@ -146,25 +145,25 @@ class Called(NamedTuple):
             return (self.x if like is None else like).dtype  # what is absent has one, too
         return getattr(torch, port.like)
 
-    def results(self) -> list[Result]:
-        return [self._result(port) for port in self.row.makes]
+    @property
+    def sizes(self) -> dims.Sizes:
+        return dims.sizes_by_hidden(self.row.named(self.tensors), self.options[0])
 
-    def _result(self, port: Port) -> Result:
-        dtype, hidden, shape = self.dtype_of(port), self.options[0], self.x.shape
+    def results(self) -> list[Result]:
+        sizes = self.sizes
+        return [self._result(port, sizes) for port in self.row.makes]
+
+    def _result(self, port: Port, sizes: dims.Sizes) -> Result:
+        dtype = self.dtype_of(port)
         if not self.makes(port):
             return Result(None, dtype)
-        if port.lies == "number":
-            return Result(numbers_shape(self.row, port, self.tensors, hidden), dtype)
-        if port.lies == "heads":
-            shape = self.row.named(self.tensors)[port.like].shape
-            if self.option("output_heads_first"):
-                shape = shape[0], shape[2], shape[1], shape[3]
-            return Result(shape, dtype)
-        if port.lies == "scales":
+        if port.like == "scale":  # they lie in a layout of their own
+            hidden, rows = self.options[0], math.prod(self.x.shape) // self.options[0]
             how = Quantization(self.option("scaling"), layout=self.option("layout"))
-            scales = Scales.of(how, hidden, math.prod(shape) // hidden)
+            scales = Scales.of(how, hidden, rows)
             return Result(scales.shape, dtype, scales.strides)
-        return Result(shape if port.lies == "rows" else (1,), dtype)
+        swapped = port.swapped != "" and self.option(port.swapped)
+        return Result(dims.shape(port, sizes, swapped), dtype)
 
     def returned(self, made: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         """What the op returns: what is absent is an empty tensor; a number a row has x's leading
@@ -173,14 +172,14 @@ class Called(NamedTuple):
         made: as a bound call returns it, or the formula. A tensor that is there but not asked for
         is absent.
         """
-        found = []
+        results = []
         for port, t in zip(self.row.makes, made, strict=True):
             if t is None or not self.makes(port):
                 t = self.x.new_empty(0, dtype=self.dtype_of(port))
-            elif port.lies == "number":
-                t = t.view(numbers_shape(self.row, port, self.tensors, self.options[0]))
-            found.append(t)
-        return tuple(found)
+            elif port.number:
+                t = t.view(dims.shape(port, self.sizes))
+            results.append(t)
+        return tuple(results)
 
     def present(self, made: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """What the op makes, without the empty tensors that stand for absent results."""
@@ -218,15 +217,6 @@ class Called(NamedTuple):
         return tuple([found.get(port.name) for port in row.makes])
 
 
-def numbers_shape(op: Op, port: Port, tensors: Sequence, hidden: int) -> tuple[int, ...]:
-    """The shape of a number a row: of the input, or of the key, whose rows are heads or tokens."""
-    x = tensors[0]
-    if not port.given:
-        return rows_shape(x.shape, hidden)
-    key = tensors[[taken.name for taken in op.takes].index(port.given)]
-    return tuple(key.shape[:-1] if hidden == x.shape[-1] else key.shape[:-2])
-
-
 def autograd(op: Op, *arguments) -> tuple[Tensor, ...]:
     """What torch.library.register_autograd would make, which takes 8 µs more in every call that
     needs no gradient.
@@ -258,8 +248,8 @@ def setup_context(op: Op, ctx, inputs: tuple, output: tuple) -> None:
     _, tensors, options, _, save, backend = called = Called.of(op, inputs)
     ctx.what, ctx.eps = specs_of_tensors(op, tensors, options, backend, save), called.own_eps
     made = output if save else ctx.what.unsaved(output)
-    ctx.save_for_backward(*ctx.what.kept((*tensors, *made)))
-    ctx.mark_non_differentiable(*[output[i] for i in ctx.what.fixed])
+    ctx.save_for_backward(*ctx.what.autograd_saves((*tensors, *made)))
+    ctx.mark_non_differentiable(*[output[i] for i in ctx.what.not_differentiable])
     ctx.set_materialize_grads(False)
 
 

@@ -81,8 +81,8 @@ def normalize(op: Op, given: dict[str, Any], how: How) -> tuple[Tensor, Tensor |
     for port in op.takes:
         tensor = given[port.role]
         if tensor is not None:
-            along = port.lies in ("affine", "vector")
-            given[port.role] = _moved(tensor, _along(tensor, x, at) if along else at)
+            placements = _along(tensor, x, at) if port.parameter else at
+            given[port.role] = _moved(tensor, placements)
     given["x"] = branched(how.options, given["x"], *[given.get(port.role) for port in BRANCH_PORTS])
     x, addend = given["x"], given.get("addend")
     if addend is not None:  # x + addend is rounded to the addend's dtype, and has x's
