@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bench.op import DTYPES, EPS, INFERENCE, Case, Op, layer_norm, of_sum, rms_norm
+from bench.op import EPS, INFERENCE, Case, Op, layer_norm, of_sum, rms_norm
+from tilenorm.spec import NormSpec, Quantization
 
 FP8, MOST = torch.float8_e4m3fn, 448.0
 LEAST_PEAK = 1e-12  # a row of zeros has a finite scale, too
@@ -54,13 +55,9 @@ class Quantized(Op):
         groups = q.float().unflatten(-1, (-1, SCALINGS[self.scaling] or q.shape[-1]))
         return (groups * scale.float().reshape(-1, groups.shape[-2], 1)).flatten(-2), *others
 
-    def bytes(self, direction: str, case: Case) -> int:
-        """The codes have one byte, and scales are float32, the caller's as well."""
-        item = DTYPES[case.dtype].itemsize
-        rows = item * (len(self.rows) + len(self.outputs) - 1) + 1
-        scales = case.m * case.n // (SCALINGS[self.scaling] or case.n)
-        scales = 1 if self.scaling == "tensor" else scales
-        return case.m * case.n * rows + 4 * scales + item * len(self.columns) * case.n
+    def spec(self, case: Case, **fields) -> NormSpec:
+        how = Quantization(self.scaling, output=self.returned)
+        return super().spec(case, quantized=how, **fields)
 
     def made(self, case: Case, device: str) -> list[Tensor]:
         tensors = [x.detach() for x in super().made(case, device)]

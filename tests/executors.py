@@ -88,7 +88,7 @@ class Inputs(oracle.Arguments):
         mean, rstd = self.stats(spec)
         found = {"x": oracle.total(spec, self), "mean": mean, "rstd": rstd}
         found["input"] = self.x
-        return tuple(found.get(role, getattr(self, role, None)) for role in spec.kept)
+        return tuple(found.get(role, getattr(self, role, None)) for role in spec.kernel_reads)
 
     def truth(self, spec: NormSpec) -> dict[str, oracle.Truth]:
         return oracle.norm(spec, self)
@@ -134,7 +134,7 @@ class Executor:
         needs = needs or every_gradient(spec)
         plan = plan_backward(spec, self.target, needs)
         dsum, saved = inputs.dsum if needs.dsum else None, inputs.saved(spec)
-        run = cutile.bind_backward(plan, spec.kept, self.run(**how))
+        run = cutile.bind_backward(plan, spec.kernel_reads, self.run(**how))
         with guarded():
             tensors = run((inputs.dy, dsum, *saved), inputs.eps)
         names = cases.GRADIENTS + cases.BY_GROUP * spec.modulated

@@ -103,7 +103,7 @@ def launch(job: Job, inputs: Inputs, target: Target, run) -> None:
         plan = plan_backward(spec, target, needs)
     more = [torch.zeros_like(inputs.dy)] * (job.terms - 1)
     tensors = inputs.dy, inputs.dsum, *inputs.saved(spec), *more
-    cutile.bind_backward(plan, spec.kept, run)(tensors, EPS)
+    cutile.bind_backward(plan, spec.kernel_reads, run)(tensors, EPS)
 
 
 if __name__ == "__main__":

@@ -20,16 +20,24 @@ ALL = [*PACKAGE, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "bench
 ALLOWED = {
     "kernels": {"cuda.tile", "dataclasses", "typing"},
     "settings": set(),
-    "table": set(),
-    "spec": {"tilenorm.table"},
+    "row": set(),
+    "table": {"tilenorm.row"},
+    "spec": {"tilenorm.row", "tilenorm.table"},
     "launch": {"tilenorm.kernels", "tilenorm.settings", "tilenorm.spec", "tilenorm.table"}
     | {"cuda.tile", "cutile_cache"},
-    "ops": {"tilenorm.launch", "tilenorm.settings", "tilenorm.spec", "tilenorm.table", "torch"},
+    "ops": {
+        "tilenorm.launch",
+        "tilenorm.row",
+        "tilenorm.settings",
+        "tilenorm.spec",
+        "tilenorm.table",
+    }
+    | {"torch"},
     "nn": {"tilenorm.ops", "torch"},
     "tools": {"tilenorm.launch", "tilenorm.ops", "tilenorm.settings", "tilenorm.spec"}
-    | {"tilenorm.table", "cuda.tile", "torch"},
+    | {"tilenorm.row", "tilenorm.table", "cuda.tile", "torch"},
     "integrations": {"tilenorm.nn", "tilenorm.ops", "tilenorm.spec", "tilenorm.launch.tuned"}
-    | {"tilenorm.table", "torch"},
+    | {"tilenorm.row", "tilenorm.table", "torch"},
     "__init__": {"tilenorm.ops", "tilenorm.nn", "tilenorm.tools", "tilenorm.integrations"},
     "__main__": {"tilenorm.tools", "tilenorm.ops", "tilenorm.launch", "tilenorm.spec"}
     | {"tilenorm.__version__"},

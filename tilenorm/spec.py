@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from .table import DERIVED, FACTORS, MODULATION, OF_KEY, OPS
+from .row import Op
+from .table import BACKWARD, BRANCH_PORTS, COS, MODULATION, OF_KEY, OPS, SIN
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1}
 DIGITS = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}  # binary ones
@@ -21,7 +22,7 @@ LAYOUTS = {
 # The fields of NormSpec that are dtypes of tensors: `dtype` is that of x, and each other field has
 # the name of its tensor's role.
 TENSORS = ("dtype", "residual", "gate", "weight", "bias", "addend", "skip")
-TENSORS += FACTORS + MODULATION + OF_KEY
+TENSORS += (*(port.role for port in BRANCH_PORTS), *MODULATION, *OF_KEY)
 MAX_TERMS = 4  # of dy, that one backward pass adds up
 # No table, no rule and no candidate of the tuner has blocks share a row of fewer elements.
 SHARED_FROM = 8192
@@ -66,6 +67,11 @@ class Quantization(NamedTuple):
         if self.scaling == "tensor":
             return 0
         return hidden // self.group if self.group else 1
+
+    @property
+    def scale_dtype(self) -> str:
+        """The dtype of the array of scales that the kernels write: powers of two are bytes."""
+        return "uint8" if self.scaling == "mx" else "float32"
 
     @property
     def label(self) -> str:
@@ -218,7 +224,7 @@ class NormSpec:
     @property
     def branches(self) -> bool:
         """Whether x is masked or scaled before it is added to the residual."""
-        return any(getattr(self, name) for name in FACTORS)
+        return any(getattr(self, port.role) for port in BRANCH_PORTS)
 
     @property
     def modulated(self) -> bool:
@@ -240,11 +246,11 @@ class NormSpec:
         return (norm, of_key) if self.key else (norm,)
 
     @property
-    def saved(self) -> tuple[str, ...]:
+    def autograd_saves(self) -> tuple[str, ...]:
         """The roles of the tensors that autograd saves: also x itself, of which, and not of the
         sum, the gradient of the layer scale is made.
         """
-        return (*self.kept, "input") if self.layer_scale else self.kept
+        return (*self.kernel_reads, "input") if self.layer_scale else self.kernel_reads
 
     @property
     def unserved(self) -> str | None:
@@ -269,7 +275,9 @@ class NormSpec:
     @property
     def without_joins(self) -> "NormSpec":
         """The same norm, where operations of their own do what `joins` tells of."""
-        return replace(self, **dict.fromkeys(("addend", "skip", *FACTORS)))
+        return replace(
+            self, **dict.fromkeys(("addend", "skip", *(port.role for port in BRANCH_PORTS)))
+        )
 
     def dtype_of(self, role: str) -> str | None:
         """The dtype of a tensor that is taken, by its role; None for an absent one, or a number."""
@@ -278,28 +286,47 @@ class NormSpec:
         if role in ("cos", "sin", "positions"):
             how = self.rotation
             return how and (how.positions if role == "positions" else how.table)
+        if role == "given_scale":
+            by_caller = self.quantized is not None and self.quantized.scaling == "tensor"
+            return "float32" if by_caller else None
         return getattr(self, "dtype" if role == "x" else role, None)
+
+    @cached_property
+    def row(self) -> Op:
+        """The row of the op that users call: the one that has the norm, and takes the tensors.
+
+        Raises ValueError if there is no such op.
+        """
+        roles = {role for role in TENSORS if role != "dtype" and getattr(self, role)} | {"x"}
+        roles |= {COS.role, SIN.role} if self.rotation else set()
+        inner = self.inner and self.inner.op
+        for row in OPS.values():
+            if row.calls:
+                fits = inner == row.calls[0].op
+            else:
+                needed = {port.role for port in row.takes if port.needed}
+                fits = inner is None and needed <= roles <= {*row.roles}
+            if fits and (row.norm, row.quantized) == (self.norm, self.quantized is not None):
+                return row
+        raise ValueError(f"no op is {self.norm!r} norm of {', '.join(sorted(roles))}")
 
     @property
     def op(self) -> str:
         """The name of the function that users call."""
-        if self.inner:
-            return f"{self.inner.op}_{self.norm}_norm"
-        if self.modulated:
-            return f"modulated_{self.norm}_norm"
-        if self.rotation:
-            return f"{self.norm}_norm_rope"
-        before = "add_" if self.residual else "gated_" if self.gate else ""
-        after = f"{'_add' if self.skip else ''}{'_quantized' if self.quantized else ''}"
-        return f"{before}{self.norm}_norm{after}"
+        return self.row.name
+
+    @property
+    def backward(self) -> Op:
+        """The row of the op of its backward pass."""
+        return BACKWARD[self.row.backward]
 
     @property
     def derived(self) -> tuple[str, ...]:
         """The roles of the tensors that may have gradients, in the order of Needs.gradients."""
-        return DERIVED + (MODULATION if self.modulated else OF_KEY if self.rotation else ())
+        return self.backward.derived
 
     @cached_property
-    def kept(self) -> tuple[str, ...]:
+    def kernel_reads(self) -> tuple[str, ...]:
         """The roles of the saved tensors that the backward pass reads. "x" is the sum if there is
         one, and "input" is x itself.
         """
@@ -309,7 +336,11 @@ class NormSpec:
             return ("x", *roles, "cos", "sin", *["positions"] * bool(self.rotation.positions))
         roles = ["x", *(name for name in ("gate", "weight", "bias") if getattr(self, name))]
         roles += ["mean", "rstd"] if self.norm == "layer" else ["rstd"]
-        roles += [name for name in (*FACTORS, "mod_scale", "mod_gate") if getattr(self, name)]
+        roles += [
+            name
+            for name in ("dropout_mask", "layer_scale", "mod_scale", "mod_gate")
+            if getattr(self, name)
+        ]
         return (*roles, "input") if self.mod_gate else tuple(roles)
 
     @property

@@ -14,15 +14,15 @@ from torch.fx import symbolic_trace
 
 import tilenorm
 from tilenorm.integrations.fx import replace_norms
+from tilenorm.row import Port
 from tilenorm.table import (
-    FACTORS,
+    BRANCH_PORTS,
     MODULATED_NORMS,
     NORMS,
     NOT_OF_ROWS,
     OPS,
     OPTIONS,
     QUANTIZED_NORMS,
-    Port,
 )
 
 from .helpers import arguments_of, tensors_of_op
@@ -224,7 +224,11 @@ def of_option(name: str) -> Iterator[tuple[object, type[Exception], str]]:
 
 def right_of(op: str) -> dict[str, Any]:
     """Right arguments of a function, with all tensors that a call may have at once."""
-    tensors = {n: t for n, t in tensors_of_op(op).items() if n not in (*FACTORS, "addend")}
+    tensors = {
+        n: t
+        for n, t in tensors_of_op(op).items()
+        if n not in (*(port.name for port in BRANCH_PORTS), "addend")
+    }
     tensors.pop("positions", None)
     scaling = {"scaling": "row"} if OPS[op].quantized else {}
     return {**arguments_of(tensors), "normalized_shape": (8,), **scaling}

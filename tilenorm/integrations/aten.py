@@ -133,7 +133,7 @@ class Kernels:
             return None, None, None
         saved = {"x": x, "weight": weight, "bias": bias, "rstd": vector_of(rstd)}
         saved["mean"] = mean if mean is None else vector_of(mean)
-        kept = [saved[role] for role in spec.kept]
+        kept = [saved[role] for role in spec.kernel_reads]
         with on_device_of(x):
             grads = runner.backward(spec, needs)((dy, None, *kept), 0.0)  # rstd holds eps
         return grads[0], *grads[3:]

@@ -8,7 +8,7 @@ from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
 from ..spec import TENSORS, NormSpec
-from ..table import MODULATION, OF_KEY, VECTOR
+from ..table import LAYER_SCALE, MODULATION, OF_KEY
 from .config import cdiv
 
 if TYPE_CHECKING:  # what the reference serves needs no cuda.tile
@@ -128,7 +128,7 @@ def needs_of(spec: NormSpec, asked: Iterable[str | None], dsum: bool) -> Needs:
     heads are rotated, dsum is the key's.
     """
     roles = set(asked)
-    if VECTOR in roles:  # its gradient is made of the residual's
+    if LAYER_SCALE.role in roles:  # its gradient is made of the residual's
         roles.add("residual")
     if "addend" in roles:
         roles.add(addend_as(spec))

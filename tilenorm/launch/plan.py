@@ -16,7 +16,7 @@ from ..kernels.constants import Grouped, How
 from ..kernels.forward import row_forward, shared_forward, stream_forward
 from ..kernels.group_backward import group_backward, group_sum
 from ..spec import NormSpec
-from ..table import FACTORS
+from ..table import BRANCH_PORTS
 from . import forcing, heuristics
 from .arrays import MAIN_ARRAYS, BackwardArrays, ForwardArrays, of_group_sums, taking
 from .calls import MAX_GRID, Launch, Needs, constants, parts, rectangles
@@ -84,7 +84,7 @@ def backward_spec(spec: NormSpec, needs: Needs) -> NormSpec:
     skip = None if spec.skip == spec.dtype else spec.skip
     rounding = spec.rounding if needs.output else "late"
     if not needs.dx:
-        spec = replace(spec, **dict.fromkeys(FACTORS), dropout_scale=1.0)
+        spec = replace(spec, **{port.role: None for port in BRANCH_PORTS}, dropout_scale=1.0)
     return replace(spec, addend=None, skip=skip, rounding=rounding, quantized=None)
 
 

@@ -14,8 +14,9 @@ from ..launch.target import Target
 from ..ops import arguments, functional, functional_quantized
 from ..ops.passes.bound import specs_of_tensors
 from ..ops.passes.registry import MIN_DRIVER, Device, device_of, refusals, requested_backend
+from ..row import Op
 from ..spec import NormSpec
-from ..table import OPS, Op
+from ..table import MOD_SCALE, OPS
 from .specs import moved_bytes, options_of
 
 
@@ -111,9 +112,11 @@ def explain(op: str, *args, **kwargs) -> Explanation | ChainExplanation:
     )
     options = arguments.check(row, tensors, shape, eps, asked, backend)
     what, sizes = specs_of_tensors(row, tensors, options), _sizes(row, tensors)
+    scale = row.by_role(tensors).get(MOD_SCALE.role)
+    groups = scale.numel() // options[0] if scale is not None and options[0] else 0
     rows = input.numel() // options[0] if options[0] else 0
     device = device_of(input.device.type, input.device.index)
-    norms = [explain_spec(spec, rows, device, backend, sizes=sizes) for spec in what.specs]
+    norms = [explain_spec(spec, rows, device, backend, 1, sizes, groups) for spec in what.specs]
     print(*norms, sep="\n")
     if not row.calls:
         return norms[0]
@@ -137,8 +140,9 @@ def _heads_last(given: dict) -> None:
 def _sizes(row: Op, tensors: tuple) -> Sizes | None:
     if not row.rotated:
         return None
-    *tokens, heads, _ = tensors[0].shape
-    key = tensors[row.roles.index("key")]
+    tensors_by_role = row.by_role(tensors)
+    *tokens, heads, _ = tensors_by_role["x"].shape
+    key = tensors_by_role["key"]
     return Sizes(math.prod(tokens[:-1]), tokens[-1], heads, 0 if key is None else key.shape[-2])
 
 
@@ -149,11 +153,12 @@ def explain_spec(
     backend: str | None = None,
     terms: int = 1,
     sizes: Sizes | None = None,
+    groups: int = 0,
 ) -> Explanation:
     """Explain how a spec would be served on a device, which need not be in this machine.
 
     terms: how many tensors make up dy. sizes: of heads that are rotated; None for those of
-    sizes_of.
+    sizes_of. groups: of modulated rows.
     """
     backend = backend or requested_backend()
     reasons = refusals(spec, rows, device)
@@ -168,7 +173,7 @@ def explain_spec(
     if chosen == "cutile" and rows:
         passes = _passes(spec, rows, device.target, terms, sizes)
     steps, sources = zip(*passes, strict=True)
-    moved = moved_bytes(spec, rows, terms, sizes)
+    moved = moved_bytes(spec, rows, terms, sizes, groups)
     return Explanation(spec, rows, device, chosen, refused, *steps, *sources, *moved, terms)
 
 

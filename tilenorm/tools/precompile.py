@@ -11,6 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise, product
+from math import prod
 from multiprocessing import get_context
 from typing import Any
 
@@ -33,9 +34,9 @@ from ..launch.target import Target
 from ..launch.toolchain import cache_problem
 from ..launch.tuned import rules
 from ..launch.user_table import TableWarning
-from ..ops.passes import cutile
+from ..ops.passes import cutile, dims, ports
+from ..row import Port
 from ..spec import NormSpec
-from ..table import LIES, OPS
 from .cubin import Resources, resources
 from .specs import sizes_of, title
 
@@ -64,46 +65,18 @@ def arguments(
     made: returns a contiguous tensor, given its dtype and its shape. groups: of modulated rows.
     sizes: of heads that are rotated; None for those of sizes_of.
     """
-    roles = OPS[spec.op].roles
-    if spec.rotation:
-        shapes = _rotated_shapes(spec, sizes or sizes_of(spec, rows))
-    else:
-        lead = (rows // spec.heads, spec.heads) if spec.heads else (rows,)
-        matrix, affine = (*lead, spec.hidden), (*lead[1:], spec.hidden)
-        lies = {"rows": matrix, "mask": matrix, "affine": affine, "vector": (spec.hidden,)}
-        lies |= {"scalar": (1,), "number": (rows,), "group": (groups, spec.hidden)}
-        shapes = {role: lies[LIES[role]] for role in (*roles, *spec.kept)}
-        shapes |= {"dy": matrix, "dsum": matrix}
-    dtypes = {role: spec.dtype_of(role) for role in shapes}
-    if needs is None:
-        given = spec.quantized and spec.quantized.scaling == "tensor"
-        dtypes["given_scale"] = "float32" if given else None
-        return tuple([made(dtypes[r], *shapes[r]) if dtypes[r] else None for r in roles]), EPS
-    total, dy = spec.residual or spec.dtype, spec.skip or spec.dtype
-    dtypes |= {"x": total, "input": spec.dtype}
-    dtypes |= dict.fromkeys(("mean", "rstd", "key_rstd"), "float32")
-    saved = [made(dtypes[role], *shapes[role]) for role in spec.kept]
-    first, *more = (made(dy, *shapes["dy"]) for _ in range(needs.terms))
-    dsum = made(total, *shapes["dsum"]) if needs.dsum else None
-    return (first, dsum, *saved, *more), EPS
+    heads = sizes or (sizes_of(spec, rows) if spec.rotation else None)
+    planned = dims.planned(spec, rows, groups, heads)
+    swapped = spec.rotation is not None and spec.rotation.heads_first
+    tensors = ports.taken(spec) if needs is None else ports.read(spec, needs)
 
+    def tensor(port: Port, dtype: str | None) -> Tensor | None:
+        shape = dims.shape(port, planned, swapped)
+        if port.number:  # as a forward pass returns them
+            shape = (prod(shape),)
+        return None if dtype is None else made(dtype, *shape)
 
-def _rotated_shapes(spec: NormSpec, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    """The shapes of heads that are rotated. Tables have a row for each token of a sequence, and the
-    gradient of the key stands where other norms have that of the sum.
-    """
-    how, (batch, tokens, *_) = spec.rotation, sizes
-    columns = how.dim if how.full else how.dim // 2
-    shapes = {"positions": (batch, tokens), "cos": (tokens, columns), "sin": (tokens, columns)}
-    for key, x, dy, heads in (
-        ("", "x", "dy", sizes.heads),
-        ("key_", "key", "dsum", sizes.key_heads),
-    ):
-        shapes[x] = batch, tokens, heads, how.head
-        shapes[dy] = (batch, heads, tokens, how.head) if how.heads_first else shapes[x]
-        shapes[f"{key}rstd"] = (batch, tokens) if spec.by_token else (batch, tokens, heads)
-        shapes[f"{key}weight"] = (heads, how.head) if spec.by_token else (how.head,)
-    return shapes
+    return tuple([tensor(port, dtype) for port, dtype in tensors]), EPS
 
 
 def calls_of(plan: Plan, rows: int, groups: int = 1, sizes: Sizes | None = None) -> list[Call]:

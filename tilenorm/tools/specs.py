@@ -1,59 +1,60 @@
 """What the tools tell of a spec: the bytes that it moves, an example call's sizes, and a title."""
 
-import math
+import torch
 
-from ..launch.calls import Sizes
-from ..launch.scales import Scales
-from ..spec import ITEM_BYTES, NormSpec
+from ..launch.calls import Sizes, every_gradient
+from ..ops.passes import dims, ports
+from ..spec import NormSpec
+from ..table import AMAX, BIAS, DSUM
 
 HEADS = 32, 8  # of the input and of the key
 
 
 def moved_bytes(
-    spec: NormSpec, rows: int, terms: int = 1, sizes: Sizes | None = None
+    spec: NormSpec, rows: int, terms: int = 1, sizes: Sizes | None = None, groups: int = 0
 ) -> tuple[int, int]:
-    """Bytes that the mathematics moves, (forward, backward): each input and output once.
+    """Bytes that the mathematics moves, (forward, backward): each input and output once. Numbers of
+    rows are left out.
 
-    terms: how many tensors make up dy. What lies by group is left out: a spec has no number of
-    groups. sizes: of heads that are rotated.
+    terms: how many tensors make up dy. sizes: of heads that are rotated; None for those of
+    sizes_of. groups: of modulated rows; 0 leaves out what has a row for each group.
     """
-    if spec.rotation:
-        return _rotated_bytes(spec, sizes or sizes_of(spec, rows))
-    x, residual, gate, weight, bias, addend, skip, mask, factor, *_ = (
-        ITEM_BYTES[dtype] if dtype else 0 for dtype in spec.dtypes
+    heads = sizes or (sizes_of(spec, rows) if spec.rotation else None)
+    planned = dims.planned(spec, rows, groups, heads)
+    return (
+        _bytes_of(planned, _forward_tensors(spec)),
+        _bytes_of(planned, _backward_tensors(spec, terms)) if spec.differentiable else 0,
     )
-    how, heads = spec.quantized, spec.heads or 1
-    matrix, vector = rows * spec.hidden, spec.hidden * heads
-    y = skip or (x if spec.differentiable else 0)
-    # Added up: x, y and q; residual and sum; gate; addend; skip; mask.
-    forward = matrix * (x + y + bool(how) + 2 * residual + gate + addend + skip + mask)
-    forward += vector * (weight + bias) + spec.hidden * factor
-    if how:
-        scales = Scales.of(how, spec.hidden, rows)
-        item = 4 if scales.dtype == "float32" else 1
-        forward += (math.prod(scales.shape) - scales.padding) * item
-    if not spec.differentiable:
-        return forward, 0
-    # Added up: dy and dx; the saved x, or the sum with its gradient (and the residual's gradient
-    # if the residual has another dtype, or x is masked or scaled); the gate and its gradient; mask.
-    apart = spec.residual is not None and not spec.shares_dx
-    saved = (2 + apart) * residual if residual else x
-    saved += x if spec.mod_gate else 0  # the input, which a gate by group multiplied
-    backward = matrix * (x + terms * y + saved + 2 * gate + mask) + spec.hidden * factor
-    kept = weight + (bias if spec.gate and not spec.gate_first else 0)
-    return forward, backward + vector * (kept + weight + bias)
 
 
-def _rotated_bytes(spec: NormSpec, sizes: Sizes) -> tuple[int, int]:
-    """The same of heads that are rotated. All sequences share the tables' rows."""
-    how, x = spec.rotation, ITEM_BYTES[spec.dtype]
-    tokens = sizes.batch * sizes.tokens
-    heads = tokens * (sizes.heads + sizes.key_heads) * how.head
-    tables = 2 * sizes.tokens * (how.dim if how.full else how.dim // 2) * ITEM_BYTES[how.table]
-    tables += tokens * {"int32": 4, "int64": 8}.get(how.positions or "", 0)
-    each = (spec.weight, spec.hidden), (spec.key_weight, spec.key_hidden or spec.hidden)
-    weights = sum(ITEM_BYTES[dtype] * count for dtype, count in each if dtype)
-    return 2 * x * heads + tables + weights, 3 * x * heads + tables + 2 * weights
+def _forward_tensors(spec: NormSpec) -> ports.Tensors:
+    """What a forward pass reads and writes."""
+    written = [result for result in ports.results(spec, False) if result and result[0] != AMAX]
+    return ports.taken(spec) + written
+
+
+def _backward_tensors(spec: NormSpec, terms: int) -> ports.Tensors:
+    """What a backward pass reads and writes. Of a chain it is x, the sum and the weights that are
+    read, and each tensor that is taken has a gradient.
+    """
+    needs = every_gradient(spec)._replace(terms=terms)
+    if spec.inner:
+        taken = ports.taken(spec)
+        outputs = [result for result in ports.results(spec, False) if result]
+        read = [(port, dtype) for port, dtype in taken if port.role.endswith(("x", "w", "weight"))]
+        return [*outputs, (DSUM, spec.residual), *read, *taken]
+    # The bias is read for the gradient of a gate behind it.
+    reads_bias = spec.gate and not spec.gate_first
+    read = [pair for pair in ports.read(spec, needs) if pair[0] != BIAS or reads_bias]
+    return read + [gradient for gradient in ports.gradients(spec, needs) if gradient]
+
+
+def _bytes_of(planned: dims.Sizes, tensors: ports.Tensors) -> int:
+    return sum(
+        dims.nbytes(port, planned, getattr(torch, dtype).itemsize)
+        for port, dtype in tensors
+        if dtype is not None and not port.number
+    )
 
 
 def token_rows(spec: NormSpec) -> int:

@@ -339,7 +339,7 @@ class Trials:
         if self.needs is None:
             return found
         tensors, eps = found
-        roles = ("dy", "dsum", *self.spec.kept)
+        roles = ("dy", "dsum", *self.spec.kernel_reads)
         positive = [i for i, role in enumerate(roles) if role.endswith(("mean", "rstd"))]
         return tuple([t.abs() + 0.5 if i in positive else t for i, t in enumerate(tensors)]), eps
 

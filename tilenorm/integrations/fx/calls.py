@@ -18,8 +18,9 @@ from ...ops.passes.registry import cutile_refuses, device_of, spec_refused
 from ...ops.pytorch.placements import is_distributed
 from ...ops.torch_ops import internal_ops
 from ...ops.torch_ops.library import KINDS, fake
+from ...row import Op
 from ...spec import Options
-from ...table import OPS, Op
+from ...table import OPS
 from ...table import TERMS as LAST_TERMS
 from .nodes import VALUES, Left, bind, is_idle, item_of, key_of, value_of, values_of
 

@@ -8,7 +8,7 @@ import torch
 from torch import SymInt, Tensor
 from torch.fx import Node
 
-from ...ops.passes.reading import rows_shape
+from ...ops.passes.dims import rows_shape
 from ...ops.pytorch.placements import is_distributed
 from . import calls
 from .calls import Tensors, derived, result_of

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ops import functional
-from ...ops.passes.reading import leading_groups
+from ...ops.passes.dims import leading_groups
 from ...ops.passes.registry import MODULATED_ROW
 from ...ops.pytorch.torch_private import is_its_forward
 

@@ -53,8 +53,9 @@ class Pass:
 
     It is called with the tensors that it reads, in one tuple, and eps. A forward pass reads the
     tensors that the op takes, and returns those that the op makes. A backward pass reads (dy, dsum,
-    *the tensors of NormSpec.kept, *the terms of dy behind the first), and returns the gradients in
-    the order of Needs.gradients, and behind them y if the needs ask for it. What is absent is None.
+    *the tensors of NormSpec.kernel_reads, *the terms of dy behind the first), and returns the
+    gradients in the order of Needs.gradients, and behind them y if the needs ask for it. What is
+    absent is None.
 
     The kernels' functions tell what repeats their launches: see cutile.Kernels. A pass keeps that
     by the shapes of a call and its eps, in `ready`, and this is the only memo of a launch.

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ...launch.calls import Needs
 from ...launch.toolchain import CompileError
+from ...row import Op
 from ...spec import TENSORS, NormSpec, Options, Quantization, Rotation
-from ...table import OPS, QUANTIZATION, ROTATION, Op
+from ...table import OPS, QUANTIZATION, ROTATION
 from ..pytorch.plain import Plain
 from ..pytorch.sizes import without_tensor
 from . import native
@@ -32,8 +33,8 @@ class OpSpecs:
     options: `hidden`, and the values of the op's options. dtypes, heads: for each tensor that the
     op takes, its dtype, None for an absent one, and how many rows of `hidden` elements a weight or
     a bias has. It holds no tensor and knows no device. returned: how many of the results the
-    autograd Function returns. fixed: which of them have no gradient. save: whether mean and rstd
-    are among the results.
+    autograd Function returns. not_differentiable: which of them have no gradient. save: whether
+    mean and rstd are among the results.
     """
 
     gradients: Callable | None = None  # finds the implementation of a backward pass
@@ -55,9 +56,9 @@ class OpSpecs:
         for stage, spec in zip(op.stages, self.specs, strict=True):
             x = stage.ports["sum" if spec.residual else "x"]
             ports = stage.ports | {"x": x, "input": stage.ports["x"]}
-            places += [names.index(ports[role]) for role in spec.saved]
+            places += [names.index(ports[role]) for role in spec.autograd_saves]
         # Of an op's tensors and results, those that autograd saves; and how many they are.
-        self.kept: Callable[[tuple], tuple] = itemgetter(*places)
+        self.autograd_saves: Callable[[tuple], tuple] = itemgetter(*places)
         self.saves = len(places)
         self._returns(len(op.makes))
         self.steps = cache(partial(steps_of, op, self.specs))
@@ -65,12 +66,14 @@ class OpSpecs:
     def _returns(self, count: int) -> None:
         self.returned = count
         self.differentiable = self.spec.differentiable
-        self.fixed = [i for i, port in enumerate(self.op.makes[:count]) if not port.grad]
+        self.not_differentiable = [
+            i for i, port in enumerate(self.op.makes[:count]) if not port.grad
+        ]
 
     def unsaved(self, made: Sequence) -> list:
         """The results, with None for mean and rstd, in whose place an op returns empty tensors."""
         pairs = zip(self.op.makes, made, strict=True)
-        return [None if port.lies == "number" else t for port, t in pairs]
+        return [None if port.number else t for port, t in pairs]
 
     def eps_of(self, eps: Any) -> tuple[float, ...]:
         """The eps of each norm, given that of a call."""
@@ -82,7 +85,7 @@ def specs_of(
 ) -> tuple[NormSpec, ...]:
     """The spec of each norm of an op. dtypes, sizes: see kinds_of."""
     named = op.named([None if dtype is None else name_of(dtype) for dtype in dtypes])
-    named |= {port.name: named.get(port.like) for port in op.makes if port.lies == "rows"}
+    named |= {port.name: named.get(port.like) for port in op.makes if port.dims == "... n"}
     specs, of_port = [], op.named(sizes)
     for stage in op.stages:
         row, ports = OPS[stage.op], stage.ports
@@ -136,7 +139,7 @@ def kinds_of(op: Op, tensors: Sequence[Tensor | None], hidden: int) -> tuple[tup
     heads = []
     for port, tensor in zip(op.takes, tensors, strict=True):
         rows = 0
-        if port.lies == "affine" and tensor is not None and hidden:
+        if port.dims == "[h] n" and tensor is not None and hidden:
             rows = tensor.numel() // hidden
         heads.append(rows if rows > 1 else 0)
     return dtypes, tuple(heads)
@@ -253,7 +256,7 @@ class Bound(OpSpecs):
             reads = (
                 (dy if of_dy else None),
                 (dsum if of_dsum else None),
-                *kept[: len(step.spec.kept)],
+                *kept[: len(step.spec.kernel_reads)],
             )
             run = norms[step.place].backward(step.spec, step.needs)
             places = tuple([NONE if p is None else p for p in reads])
@@ -267,7 +270,7 @@ class Bound(OpSpecs):
             return Gradients(passes, [NONE if p is None else p for p in gives])
 
         def run(step: Step, dy, dsum, kept, eps):
-            tensors = dy, dsum if step.needs.dsum else None, *kept[: len(step.spec.kept)]
+            tensors = dy, dsum if step.needs.dsum else None, *kept[: len(step.spec.kernel_reads)]
             return norms[step.place].backward(step.spec, step.needs)(tensors, eps)
 
         def several(grads, saved, eps):

@@ -18,8 +18,9 @@ from ...launch.kernel import launch
 from ...launch.plan import BackwardPlan, ForwardPlan, chain_refused, plan_backward, plan_forward
 from ...launch.target import Target
 from ...launch.toolchain import CompileError
+from ...row import Op
 from ...spec import NormSpec
-from ...table import FACTORS, LIES, MASK, OPS, VECTOR, Op
+from ...table import BRANCH_PORTS, DROPOUT_MASK, LAYER_SCALE, LIES, OPS
 from ..pytorch import torch_private
 from ..pytorch.torch_private import reinterpret
 from . import native
@@ -55,7 +56,7 @@ def forward(spec: NormSpec, target: Target, save: bool, run: Run | None = None) 
 
 def backward(spec: NormSpec, target: Target, needs: Needs, run: Run | None = None) -> Callable:
     """As registry.Implementation.backward."""
-    return bind_backward(plan_backward(spec, target, needs), spec.kept, run or on_device)
+    return bind_backward(plan_backward(spec, target, needs), spec.kernel_reads, run or on_device)
 
 
 class Kernels:
@@ -153,7 +154,7 @@ def repeat_of(
 def bind(plan: Any, run: Run = on_device) -> Kernels:
     """The function of (tensors, eps) of a plan of whole norms, see Pass."""
     if hasattr(plan, "needs"):
-        return bind_backward(plan, plan.spec.kept, run)
+        return bind_backward(plan, plan.spec.kernel_reads, run)
     return bind_forward(plan, run)
 
 
@@ -214,7 +215,7 @@ def _taking_forward(
         places["slots"] = first + len(op.makes) + 1
     names: Sequence[str] = ForwardArrays._fields
     if not spec.modulated:  # see ForwardArrays
-        last = VECTOR if spec.joins else "slots"
+        last = LAYER_SCALE.role if spec.joins else "slots"
         more = spec.quantized is not None or spec.inner is not None
         names = names[: names.index("inner_mean" if more else last) + 1]
     return _taking(places, *names)
@@ -245,8 +246,8 @@ def bind_cast_apart(spec: NormSpec, plan: ForwardPlan, run: Run = on_device) -> 
 def bind_backward(plan: BackwardPlan, kept: tuple[str, ...], run: Run = on_device) -> Kernels:
     """A backward pass. Gradients are contiguous, each in its own tensor's dtype and shape.
 
-    kept: the roles of the tensors that were saved, see NormSpec.kept. dsum is the gradient of the
-    sum, or of the rotated key, which is read if the plan needs it.
+    kept: NormSpec.kernel_reads, the roles of the tensors that were saved. dsum is the gradient of
+    the sum, or of the rotated key, which is read if the plan needs it.
     """
     spec, needs = plan.spec, plan.needs
     made_as = _gradients_as(spec, needs)
@@ -311,12 +312,12 @@ def _taking_backward(
     names = *gradients, "partials", "slots", *more, "dy"
     made = {name: end + i for i, name in enumerate(names)}
     absent = [name for name, how in zip(gradients, made_as, strict=True) if how is None]
-    absent += [name for name in FACTORS if not getattr(spec, name)]
+    absent += [port.role for port in BRANCH_PORTS if not getattr(spec, port.role)]
     absent += ["slots"] * (not slots) + ["partials"] * (not needs.sums)
     absent += ["group_sums"] * (not needs.sums and not any(needs.modulation))
     absent += ["input"] * (not needs.dmod_gate)  # the gradient of a gate by group is made of it
     places = {name: i for name, i in (places | made).items() if name not in absent}
-    first_left_out = "dw" if spec.modulated else "input" if spec.branches else MASK
+    first_left_out = "dw" if spec.modulated else "input" if spec.branches else DROPOUT_MASK.role
     fields = (*fields[: fields.index(first_left_out)], *fields[-2:])
     return _taking(places, *fields)
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ...launch.calls import Needs, addend_as, needs_of
+from ...row import Op
 from ...spec import NormSpec
-from ...table import OF_KEY, OPS, VECTOR, Op
+from ...table import LAYER_SCALE, OF_KEY, OPS
 from ..pytorch.placements import added_up
 from .reference import group_gradient, of_input, vector_gradient
 
@@ -33,7 +34,7 @@ class Step(NamedTuple):
     kept: slice
 
     @property
-    def standing(self) -> dict[str | None, int]:
+    def gradient_index(self) -> dict[str | None, int]:
         """Where the gradient of each role stands in what a backward pass returns, with dy, which is
         a skip's gradient, and None behind it.
         """
@@ -47,24 +48,26 @@ class Step(NamedTuple):
         spec = self.spec
         third = "addend" in self.asked and spec.addend not in (spec.dtype, spec.residual)
         given = self.dy is not None or spec.rotation is not None
-        return given and not third and VECTOR not in self.asked
+        return given and not third and LAYER_SCALE.role not in self.asked
 
     def by_role(self, found: Sequence, dy: Tensor, saved: Sequence) -> dict[str, Tensor | None]:
         """The gradients that are asked for. found: what a backward pass returns."""
-        spec, standing = self.spec, self.standing
+        spec, gradient_index = self.spec, self.gradient_index
         every = *found[: len(self.needs.gradients)], dy, None
-        grads = {role: every[standing[role]] for role in self.asked if role != VECTOR}
+        grads = {
+            role: every[gradient_index[role]] for role in self.asked if role != LAYER_SCALE.role
+        }
         if "addend" in grads and not self.is_pass:
             grads["addend"] = grads["addend"].to(getattr(torch, spec.addend))
-        if VECTOR in self.asked:
-            total = every[standing["residual"]]
-            grads[VECTOR] = vector_gradient(spec, total, named(spec, saved))
+        if LAYER_SCALE.role in self.asked:
+            total = every[gradient_index["residual"]]
+            grads[LAYER_SCALE.role] = vector_gradient(spec, total, named(spec, saved))
         return grads
 
 
 def named(spec: NormSpec, saved: Sequence) -> dict[str, Any]:
     """The tensors that autograd saved of a norm, by their roles."""
-    return dict(zip(spec.saved, saved, strict=True))
+    return dict(zip(spec.autograd_saves, saved, strict=True))
 
 
 def steps_of(
@@ -80,7 +83,7 @@ def steps_of(
     first = {port.name for port in op.takes}
     kept, end = [], 0
     for spec in specs:
-        start, end = end, end + len(spec.saved)
+        start, end = end, end + len(spec.autograd_saves)
         kept.append(slice(start, end))
     steps = []
     for place in reversed(range(len(specs))):
@@ -152,6 +155,6 @@ def through_sum(
             grads[role] = of_input(spec, grads[role], dsum, saved)
         if role == "mod_gate":
             grads[role] = group_gradient(spec, dsum, saved)
-        if role == VECTOR:
+        if role == LAYER_SCALE.role:
             grads[role] = vector_gradient(spec, dsum, saved)
     return grads

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ...spec import NormSpec
-from ..pytorch.sizes import known
 from ..pytorch.torch_private import reinterpret
 
 VECTOR_BYTES = 16
@@ -132,42 +131,10 @@ def shown_as(made: Tensor, shape: tuple, strides: tuple, dtype: torch.dtype) -> 
     return shaped if shaped.dtype == dtype else shaped.view(dtype)
 
 
-def leading_groups(shape: Sequence[int], dims: int) -> tuple[int, ...]:
-    """The leading sizes of what lies by group, without sizes of 1 at their end. dims: how many
-    dimensions are normalised.
-    """
-    groups = list(shape[: max(0, len(shape) - dims)])
-    while groups and known(groups[-1] == 1):
-        groups.pop()
-    return tuple(groups)
-
-
 def heads_of(hidden: int, *parameters: Tensor | None) -> int:
     """How many rows of `hidden` elements a weight and a bias have; 0 without them."""
     most = max([prod(p.shape) for p in parameters if p is not None], default=0)
     return most // hidden if hidden else 0
-
-
-def rows_shape(shape: Sequence[int], hidden: int) -> tuple[int, ...]:
-    """The leading sizes of a tensor whose rows have `hidden` elements: the shape of the statistics.
-
-    The rows take the fewest trailing dimensions that hold `hidden` elements. A shard of a tensor
-    whose leading dimensions are cut has as many of them as the whole tensor. Rows of no elements
-    have no statistics, and the shape is (0,).
-
-    Raises RuntimeError if no trailing dimensions hold `hidden` elements.
-    """
-    if not hidden:
-        return (0,)
-    elements = 1
-    for end in reversed(range(len(shape))):
-        elements *= shape[end]
-        if elements == hidden:
-            return tuple(shape[:end])
-    raise RuntimeError(
-        "tilenorm::norm: argument 'hidden' takes the number of elements of the input's last"
-        f" dimensions, got {hidden} for an input of shape {list(shape)}"
-    )
 
 
 def contiguous_strides_of(shape: Sequence[int]) -> tuple[int, ...]:

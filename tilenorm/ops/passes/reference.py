@@ -15,11 +15,11 @@ from torch.nn.functional import silu
 
 from ...launch.calls import Needs
 from ...spec import NormSpec, Options
-from ...table import FACTORS, MASK, OPS, VECTOR
+from ...table import BRANCH_PORTS, DROPOUT_MASK, LAYER_SCALE, OPS
 from ..pytorch.sizes import known
 from ..pytorch.torch_private import fused_rms_norm, reshaped
+from .dims import rows_shape
 from .quantize import with_codes
-from .reading import rows_shape
 from .rotation import Turns, check_positions, rotate, rotate_back
 
 native_layer_norm_backward = torch.ops.aten.native_layer_norm_backward
@@ -118,7 +118,7 @@ def _turns(spec: NormSpec, given: Given, dtype: torch.dtype) -> Turns:
 
 def bind_backward(spec: NormSpec, needs: Needs) -> Callable:
     """A function of (tensors, eps) as registry.Implementation has it."""
-    kept = spec.kept
+    kept = spec.kernel_reads
     end = 2 + len(kept)
 
     def bound(tensors: Sequence[Tensor | None], eps: float) -> tuple:
@@ -142,8 +142,8 @@ def backward(
     """The gradients that are needed, in the order of Needs.gradients, contiguous, and behind them y
     if it is needed.
 
-    saved: the tensors of NormSpec.kept by their roles; without rstd, as a differentiable function
-    of x too. more: what is added to dy, term by term.
+    saved: the tensors of NormSpec.kernel_reads by their roles; without rstd, as a differentiable
+    function of x too. more: what is added to dy, term by term.
     """
     if spec.rotation:
         return _rotated_backward(spec, needs, (dy, dsum), saved, eps)
@@ -223,7 +223,7 @@ def _rotated_backward(
 
 def of_input(spec: NormSpec, dx: Tensor, dsum: Tensor, saved: Given) -> Tensor:
     """The gradient of the input, from that of the sum. dx: the same in the input's dtype."""
-    dx = branched(spec, dx, *map(saved.get, FACTORS[::-1]))
+    dx = branched(spec, dx, *[saved.get(port.role) for port in reversed(BRANCH_PORTS)])
     return gated(spec, dsum, saved.get("mod_gate"), dx)
 
 
@@ -238,12 +238,12 @@ def branched(spec: NormSpec | Options, x: Tensor, *factors: Tensor | None) -> Te
 
 
 def vector_gradient(spec: NormSpec, dsum: Tensor, saved: Given) -> Tensor:
-    """The gradient of VECTOR, the layer scale: the sum over rows of dsum · x, x as it was scaled.
+    """The gradient of the layer scale: the sum over rows of dsum · x, x as it was scaled.
     dsum: the gradient of the whole sum, that of the residual.
     """
-    x, vector = saved["input"], saved[VECTOR]
+    x, vector = saved["input"], saved[LAYER_SCALE.role]
     dtype = statistics_dtype(x)
-    u = branched(spec, x, saved.get(MASK))
+    u = branched(spec, x, saved.get(DROPOUT_MASK.role))
     products = (dsum.to(x.dtype).to(dtype) * u.to(dtype)).contiguous()  # for one order of the sum
     leading = x.dim() - vector.dim()
     sums = products.sum(tuple(range(leading))) if leading else products
@@ -389,7 +389,11 @@ def _fast_parameters(
 def total_of(spec: NormSpec, given: Given) -> Tensor | None:
     """The sum that is normalised, if there is a residual."""
     x, residual = given["x"], given.get("residual")
-    mask, vector, gate = given.get(MASK), given.get(VECTOR), given.get("mod_gate")
+    mask, vector, gate = (
+        given.get(DROPOUT_MASK.role),
+        given.get(LAYER_SCALE.role),
+        given.get("mod_gate"),
+    )
     if mask is not None or vector is not None:
         x = branched(spec, x, mask, vector)
     if gate is not None:  # the product is not rounded

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ...row import Op
 from ...spec import NormSpec
-from ...table import BACKWARD, Op
 from ..passes import reference
 from ..passes.bound import OpSpecs, refuse_gradient
 from ..passes.gradients import Step, named, run_steps
@@ -40,9 +40,9 @@ class Call(Function):
         if made is None:
             made = run(tensors, eps)
         saved = made if bound.save else bound.unsaved(made)
-        ctx.save_for_backward(*bound.kept((*tensors, *saved)))
-        if bound.fixed:
-            fixed = [made[i] for i in bound.fixed if made[i] is not None]
+        ctx.save_for_backward(*bound.autograd_saves((*tensors, *saved)))
+        if bound.not_differentiable:
+            fixed = [made[i] for i in bound.not_differentiable if made[i] is not None]
             ctx.mark_non_differentiable(*fixed)
         ctx.set_materialize_grads(False)
         ctx.how = how
@@ -88,9 +88,8 @@ def by_op(
         raise RuntimeError(
             f"tilenorm::{what.op.name}: save was False, its backward needs it; pass True"
         )
-    name = spec.op if spec.rotation else "modulated_norm" if spec.modulated else "norm"
-    row, asked = BACKWARD[f"{name}_backward"], step.needs.gradients
-    mask = [asked[place] for place in row.places[: len(row.masked)]]
+    row, asked = spec.backward, step.needs.gradients
+    mask = [asked[place] for place in row.gradient_index[: len(row.masked)]]
     given = {**spec.options._asdict(), "shift": spec.mod_shift, "eps": eps, "output_mask": mask}
     given |= {"added": spec.residual is not None, "backend": what.backend, "output": False}
     if how := spec.rotation:
@@ -100,7 +99,7 @@ def by_op(
     given |= {port.name: tensors.get(port.role) for port in row.tensors}
     op = getattr(torch.ops.tilenorm, row.name)
     made = op(*[given[argument] for argument in row.arguments])
-    found = dict(zip(row.places, made, strict=True))
+    found = dict(zip(row.gradient_index, made, strict=True))
     return [found.get(place) for place in range(len(asked))]
 
 

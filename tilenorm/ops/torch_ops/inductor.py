@@ -28,15 +28,15 @@ import torch
 from torch import Tensor
 
 from ...table import BACKWARD, OPS, TERMS
+from ..passes import dims
 from ..passes.base import NONE, Pass
 from ..passes.bound import Bound, bound_of, norm_of
-from ..passes.reading import MOST_SHAPES, contiguous_strides_of, rows_shape, vector_of
+from ..passes.reading import MOST_SHAPES, contiguous_strides_of, vector_of
 from ..passes.reference import STATISTICS
 from ..passes.registry import MAX_ROWS, on_device_of
 from ..pytorch.plain import Plain
 from ..pytorch.torch_private import inductor_calls, modes, reinterpret
 from .internal_ops import KINDS
-from .library import numbers_shape
 from .telling import Generated
 
 
@@ -110,7 +110,12 @@ def _is_constant(value: str) -> bool:
 @cache
 def _generation() -> str:
     package = Path(__file__).parents[2]
-    files = [package / "table.py", package / "spec.py", *(package / "ops").glob("**/*.py")]
+    files = [
+        package / "row.py",
+        package / "table.py",
+        package / "spec.py",
+        *(package / "ops").glob("**/*.py"),
+    ]
     code = b"".join(file.read_bytes() for file in sorted(files))
     return f"tilenorm-{sha256(code).hexdigest()[:16]}"
 
@@ -122,7 +127,7 @@ def tensors_of(op: str, given: Sequence[str]) -> tuple[str, ...]:
     if op in OPS:
         return tuple(port.name for port in OPS[op].takes)
     row = BACKWARD[op]
-    return tuple(p.name for p in row.tensors if p not in row.last or p.name in given)
+    return tuple(p.name for p in row.tensors if p not in row.takes_late or p.name in given)
 
 
 def bind(op: str, taken: tuple[str, ...], **options) -> Callable:
@@ -137,13 +142,13 @@ def forward(name: str, *, hidden: int, save: bool, backend: str | None, **option
     eps = tuple(options.pop(of) for of in op.eps)
     asked = (hidden, *(options[of] for of in op.options))
     most, own = MAX_ROWS * hidden, eps if op.calls else eps[0]
-    numbers = [(i, port) for i, port in enumerate(op.makes) if port.lies == "number"]
+    numbers = [(i, port) for i, port in enumerate(op.makes) if port.number]
     bound: Bound | None = None
     run: Any = None
 
     @lru_cache(MOST_SHAPES)
     def view_of(shape: torch.Size) -> tuple | None:
-        return _apart(rows_shape(shape, hidden))
+        return _apart(dims.rows_shape(shape, hidden))
 
     def bound_forward(*tensors: Tensor | None) -> Sequence[Tensor | None]:
         made = None if run is None or modes() else run.repeated(tensors, own)
@@ -158,7 +163,8 @@ def forward(name: str, *, hidden: int, save: bool, backend: str | None, **option
                 made[i], outputs[i] = None, (NONE, None)
                 continue
             if port.given:
-                view = _apart(numbers_shape(op, port, tensors, hidden))
+                sizes = dims.sizes_by_hidden(op.named(tensors), hidden)
+                view = _apart(dims.shape(port, sizes))
             if view is not None:
                 made[i], outputs[i] = reinterpret(made[i], *view), (first + i, view[0])
         if repeated:
@@ -194,7 +200,7 @@ def backward(
     first, eps = len(row.takes), options["eps"]
     terms = range(first, first + sum(port.name in taken for port in TERMS))
     # What the op returns, of the gradients, y where it is written, and None.
-    shown = itemgetter(*row.places)
+    shown = itemgetter(*row.gradient_index)
     statistics = [i for i, name in enumerate(taken) if name in STATISTICS]
     run: Pass | None = None
     read: Any = None
@@ -231,7 +237,7 @@ def backward(
             spec = call.spec
             needs = call.needs(spec)
             named = {port.role: port.name for port in row.tensors}
-            places = [taken.index(named[role]) for role in spec.kept]
+            places = [taken.index(named[role]) for role in spec.kernel_reads]
             order = [0, 1 if needs.dsum else -1, *places, *terms]
             read = itemgetter(*order)
             norm = norm_of(spec, x.device.type, x.get_device(), False, backend)

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ... import table
 from ...launch.calls import Needs, needs_of
+from ...row import Op
 from ...spec import TENSORS, NormSpec, Options
 from ...table import BACKWARD, OPS, TERMS
 from ..passes import reference
@@ -32,7 +32,7 @@ class InternalCall:
     and decomposed(). Where results alone are asked for, a shape and a dtype may stand for a tensor.
     """
 
-    row: ClassVar[table.InternalOp]
+    row: ClassVar[Op]
     DEFAULTS: ClassVar[dict[str, Any]]  # of the arguments that have one
     spec: Any
 
@@ -68,21 +68,21 @@ class InternalCall:
         if shift := self.options.get("shift"):
             likes["mod_shift"] = Result(t["mod_scale"].shape, getattr(torch, shift))
         needed = asked_of(self.needs(self.spec))
-        for place, port in zip(self.row.places, self.row.makes, strict=True):
+        for place, port in zip(self.row.gradient_index, self.row.makes, strict=True):
             like = likes[port.role] if needed[place] else Result(None, t["x"].dtype)
             found.append(Result(like.shape, like.dtype))
         return found
 
 
 def asked_of(needs: Needs) -> tuple[bool, ...]:
-    """What a backward pass computes, in the order that InternalOp.places of the table tells of."""
+    """What a backward pass computes, in the order that Op.gradient_index tells of."""
     return *needs.gradients, needs.output
 
 
 def define(kind: type[InternalCall]) -> None:
     """Define an op by its row."""
     row = kind.row
-    library.define(kind, row, row.options)
+    library.define(kind, row)
     arguments = getattr(torch.ops.tilenorm, row.name).default._schema.arguments
     kind.DEFAULTS = {a.name: a.default_value for a in arguments if a.has_default_value()}
 
@@ -145,7 +145,7 @@ class Backward(InternalCall):
             return self.returned(())
         long = x.numel() > MAX_ROWS * asked["hidden"]
         norm = norm_of(spec, x.device.type, x.get_device(), long, asked["backend"])
-        kept = [vector_of(given[r]) if r in numbers else given[r] for r in spec.kept]
+        kept = [vector_of(given[r]) if r in numbers else given[r] for r in spec.kernel_reads]
         dsum = given["dsum"] if needs.dsum else None
         with on_device_of(x):
             tensors = given["dy"], dsum, *kept, *self.more
@@ -162,7 +162,7 @@ class Backward(InternalCall):
     def returned(self, found: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         """What the op returns of what a backward pass does; what is absent is an empty tensor."""
         there = dict(enumerate(found))
-        shown = [there.get(place) for place in self.row.places]
+        shown = [there.get(place) for place in self.row.gradient_index]
         return tuple([self.x.new_empty(0) if t is None else t for t in shown])
 
 

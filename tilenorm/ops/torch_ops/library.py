@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from ...launch.scales import Scales
+from ...row import Op, Port
 from ...spec import Quantization
-from ...table import BACKEND, OPS, OPTIONS, InternalOp, Op, Port
-from ..passes import reference
+from ...table import ARGUMENTS, OPS, OPTIONS
+from ..passes import dims, reference
 from ..passes.bound import Bound, bound_of, kinds_of, specs_of, specs_of_tensors
 from ..passes.quantize import SCALE_DTYPES, with_codes
-from ..passes.reading import rows_shape
 from ..passes.reference import statistics_dtype
 from ..passes.registry import on_device_of
 from ..pytorch.torch_private import BelowAutograd, asked_of, autocast_casts, in_forward_mode
@@ -71,15 +71,20 @@ def fake(kind: Callable, *arguments) -> Any:
     return tuple(made)
 
 
-def define(kind: Callable, row: Op | InternalOp, options: str) -> None:
-    """Define an op with its implementation for real tensors, and its fake.
-
-    options: the arguments behind the tensors, as in its schema.
-    """
+def schema_of(row: Op) -> str:
+    """The schema of an op."""
     takes = [f"Tensor{'' if port.needed else '?'} {port.name}" for port in row.takes]
+    arguments = ARGUMENTS | {name: f"{option.kind} {name}" for name, option in OPTIONS.items()}
+    arguments |= {port.name: f"Tensor? {port.name}=None" for port in row.takes_late}
+    arguments["output_mask"] = f"bool[{len(row.masked)}] output_mask"
+    behind = [arguments[name] for name in row.arguments[len(takes) :]]
     makes = [f"Tensor {port.name}" for port in row.makes]
-    schema = f"{row.name}({', '.join([*takes, options])}) -> ({', '.join(makes)})"
-    LIBRARY.define(schema, tags=TAGS)
+    return f"{row.name}({', '.join([*takes, *behind])}) -> ({', '.join(makes)})"
+
+
+def define(kind: Callable, row: Op) -> None:
+    """Define an op with its implementation for real tensors, and its fake."""
+    LIBRARY.define(schema_of(row), tags=TAGS)
     for key in ("CPU", "CUDA"):
         LIBRARY.impl(row.name, partial(run, kind), key)
     torch.library.register_fake(f"tilenorm::{row.name}", partial(fake, kind), lib=LIBRARY)
@@ -129,10 +134,10 @@ class Called(NamedTuple):
     def dtype_of(self, port: Port) -> torch.dtype:
         """The dtype of a tensor that the call makes."""
         given = self.row.named(self.tensors)
-        if port.lies == "number":
+        if port.number:
             return statistics_dtype(*[given[name] for name in port.like.split()])
-        if port.lies == "scales":
-            return SCALE_DTYPES["uint8" if self.option("scaling") == "mx" else "float32"]
+        if port.like == "scale":
+            return SCALE_DTYPES[Quantization(self.option("scaling")).scale_dtype]
         if port.like in self.row.options:
             return self.option(port.like)
         if port.like in given:
@@ -140,25 +145,25 @@ class Called(NamedTuple):
             return (self.x if like is None else like).dtype  # what is absent has one, too
         return getattr(torch, port.like)
 
-    def results(self) -> list[Result]:
-        return [self._result(port) for port in self.row.makes]
+    @property
+    def sizes(self) -> dims.Sizes:
+        return dims.sizes_by_hidden(self.row.named(self.tensors), self.options[0])
 
-    def _result(self, port: Port) -> Result:
-        dtype, hidden, shape = self.dtype_of(port), self.options[0], self.x.shape
+    def results(self) -> list[Result]:
+        sizes = self.sizes
+        return [self._result(port, sizes) for port in self.row.makes]
+
+    def _result(self, port: Port, sizes: dims.Sizes) -> Result:
+        dtype = self.dtype_of(port)
         if not self.makes(port):
             return Result(None, dtype)
-        if port.lies == "number":
-            return Result(numbers_shape(self.row, port, self.tensors, hidden), dtype)
-        if port.lies == "heads":
-            shape = self.row.named(self.tensors)[port.like].shape
-            if self.option("output_heads_first"):
-                shape = shape[0], shape[2], shape[1], shape[3]
-            return Result(shape, dtype)
-        if port.lies == "scales":
+        if port.like == "scale":  # they lie in a layout of their own
+            hidden, rows = self.options[0], math.prod(self.x.shape) // self.options[0]
             how = Quantization(self.option("scaling"), layout=self.option("layout"))
-            scales = Scales.of(how, hidden, math.prod(shape) // hidden)
+            scales = Scales.of(how, hidden, rows)
             return Result(scales.shape, dtype, scales.strides)
-        return Result(shape if port.lies == "rows" else (1,), dtype)
+        swapped = port.swapped != "" and self.option(port.swapped)
+        return Result(dims.shape(port, sizes, swapped), dtype)
 
     def returned(self, made: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         """What the op returns: what is absent is an empty tensor; a number a row has x's leading
@@ -167,14 +172,14 @@ class Called(NamedTuple):
         made: as a bound call returns it, or the formula. A tensor that is there but not asked for
         is absent.
         """
-        found = []
+        results = []
         for port, t in zip(self.row.makes, made, strict=True):
             if t is None or not self.makes(port):
                 t = self.x.new_empty(0, dtype=self.dtype_of(port))
-            elif port.lies == "number":
-                t = t.view(numbers_shape(self.row, port, self.tensors, self.options[0]))
-            found.append(t)
-        return tuple(found)
+            elif port.number:
+                t = t.view(dims.shape(port, self.sizes))
+            results.append(t)
+        return tuple(results)
 
     def present(self, made: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """What the op makes, without the empty tensors that stand for absent results."""
@@ -212,15 +217,6 @@ class Called(NamedTuple):
         return tuple([found.get(port.name) for port in row.makes])
 
 
-def numbers_shape(op: Op, port: Port, tensors: Sequence, hidden: int) -> tuple[int, ...]:
-    """The shape of a number a row: of the input, or of the key, whose rows are heads or tokens."""
-    x = tensors[0]
-    if not port.given:
-        return rows_shape(x.shape, hidden)
-    key = tensors[[taken.name for taken in op.takes].index(port.given)]
-    return tuple(key.shape[:-1] if hidden == x.shape[-1] else key.shape[:-2])
-
-
 def autograd(op: Op, *arguments) -> tuple[Tensor, ...]:
     """What torch.library.register_autograd would make, which takes 8 µs more in every call that
     needs no gradient.
@@ -252,8 +248,8 @@ def setup_context(op: Op, ctx, inputs: tuple, output: tuple) -> None:
     _, tensors, options, _, save, backend = called = Called.of(op, inputs)
     ctx.what, ctx.eps = specs_of_tensors(op, tensors, options, backend, save), called.own_eps
     made = output if save else ctx.what.unsaved(output)
-    ctx.save_for_backward(*ctx.what.kept((*tensors, *made)))
-    ctx.mark_non_differentiable(*[output[i] for i in ctx.what.fixed])
+    ctx.save_for_backward(*ctx.what.autograd_saves((*tensors, *made)))
+    ctx.mark_non_differentiable(*[output[i] for i in ctx.what.not_differentiable])
     ctx.set_materialize_grads(False)
 
 
@@ -288,10 +284,7 @@ def autocast_tensors(op: Op, tensors: tuple) -> tuple:
 
 def define_op(op: Op) -> None:
     """Define an op, and register all of the above."""
-    options = [f"{OPTIONS[name].kind} {name}" for name in op.options]
-    eps = [f"float {name}" for name in op.eps]
-    last = ", ".join(["SymInt hidden", *options, *eps, "bool save", BACKEND])
-    define(KINDS[op.name], op, last)
+    define(KINDS[op.name], op)
     LIBRARY.impl(op.name, partial(autocast, op), "AutocastCUDA")
     if BelowAutograd is None:
         name, context = f"tilenorm::{op.name}", partial(setup_context, op)

@@ -15,8 +15,9 @@ from torch.autograd import Function
 from torch.compiler import is_compiling
 
 from ...launch.calls import needs_of
+from ...row import Op
 from ...spec import NormSpec, Options
-from ...table import FACTORS, NOT_OF_ROWS, OPS, Op
+from ...table import BRANCH_PORTS, NOT_OF_ROWS, OPS
 from ..passes import reference
 from ..passes.bound import kinds_of, options_of, specs_of
 from ..passes.reading import contiguous_strides_of, heads_of
@@ -95,9 +96,10 @@ def normalize(op: Op, given: dict[str, Any], how: How) -> tuple[Tensor, Tensor |
     for port in op.takes:
         tensor = given[port.role]
         if tensor is not None:
-            along = port.lies in ("affine", "vector")
-            given[port.role] = _moved(tensor, _along(tensor, x, at) if along else at)
-    given["x"] = reference.branched(how.options, given["x"], *map(given.get, FACTORS))
+            placements = _along(tensor, x, at) if port.parameter else at
+            given[port.role] = _moved(tensor, placements)
+    factors = [given.get(port.role) for port in BRANCH_PORTS]
+    given["x"] = reference.branched(how.options, given["x"], *factors)
     x, addend = given["x"], given.get("addend")
     if addend is not None:  # x + addend is rounded to the addend's dtype, and has x's
         if addend.dtype.itemsize > x.dtype.itemsize:

@@ -27,7 +27,7 @@ def tell(bound: Bound, eps: Any, requires_grad: bool, call: tuple) -> None:
         return
     op = bound.op
     made = [port.grad for port in op.makes[: op.shown]]
-    saved = bound.kept(tuple(range(len(op.takes) + len(op.makes)))) if recording else ()
+    saved = bound.autograd_saves(tuple(range(len(op.takes) + len(op.makes)))) if recording else ()
     token = bound, eps
     how = requires_grad, recording, made, repeat, list(run.grouped), list(saved)
     extension.remember(call, *how, token, backward)

@@ -1,0 +1,64 @@
+"""The tensors of the passes of a spec: the port of each, with its dtype."""
+
+from ...launch.calls import Needs
+from ...row import Port
+from ...spec import NormSpec
+from ...table import AMAX, DY
+
+Tensors = list[tuple[Port, str | None]]
+Results = list[tuple[Port, str] | None]
+BITS = "int32"  # the kernels compare the bits of the largest magnitude
+
+
+def taken(spec: NormSpec) -> Tensors:
+    """What a forward pass takes; a dtype of None stands for an absent tensor."""
+    return [(port, spec.dtype_of(port.role)) for port in spec.row.takes]
+
+
+def results(spec: NormSpec, save: bool) -> Results:
+    """What the kernels of a forward pass write for each result of the op; None for an absent one.
+    save: the statistics are among them.
+    """
+    dtypes = {port.name: dtype for port, dtype in taken(spec)}
+    how = spec.quantized
+    asked = {"": True, "save": save}
+    if how is not None:
+        asked |= {"return_output": how.output, "return_amax": how.amax}
+        dtypes |= {"dtype": how.dtype, "scale": how.scale_dtype, AMAX.like: BITS}
+    made: Results = []
+    for port in spec.row.makes:
+        absent = not asked[port.when] or dtypes.get(port.unless) is not None
+        absent = absent or (port.given != "" and dtypes[port.given] is None)
+        dtype = "float32" if port.number else dtypes[port.like]
+        made.append(None if absent else (port, dtype or spec.dtype))
+    return made
+
+
+def read(spec: NormSpec, needs: Needs) -> Tensors:
+    """What a backward pass takes: dy, dsum, the tensors of NormSpec.kernel_reads, and the terms of
+    dy behind the first.
+    """
+    ports = {port.role: port for port in spec.backward.tensors}
+    dy, total = spec.skip or spec.dtype, spec.residual or spec.dtype
+    dtypes = {"x": total, "input": spec.dtype}
+    reads_dy, reads_dsum = needs.reads
+    tensors: Tensors = [(ports["dy"], dy if reads_dy else None)]
+    tensors.append((ports["dsum"], total if reads_dsum else None))
+    for role in spec.kernel_reads:
+        port = ports[role]
+        dtype = dtypes.get(role) or spec.dtype_of(role)
+        tensors.append((port, "float32" if port.number else dtype))
+    return tensors + [(DY, dy)] * (needs.terms - 1)
+
+
+def gradients(spec: NormSpec, needs: Needs) -> Results:
+    """What a backward pass writes, in the order of Needs.gradients, and y behind that; None for
+    what is not needed.
+    """
+    ports = {port.role: port for port in spec.backward.makes}
+    roles = (*spec.derived, "y")
+    written: Results = []
+    for role, need in zip(roles, (*needs.gradients, needs.output), strict=True):
+        dtype = spec.dtype if role in ("x", "y") else getattr(spec, role)
+        written.append((ports[role], dtype) if need else None)
+    return written
