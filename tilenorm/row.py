@@ -91,8 +91,8 @@ class Stage(NamedTuple):
 class Op:
     """A row of the table: an op that users call, or an internal one.
 
-    Internal ops are those of backward passes. Their results that are gradients have the roles of the
-    tensors that they are the gradients of.
+    Internal ops are those of backward passes. A result that is a gradient has the role of the tensor
+    that it is the gradient of.
     """
 
     name: str

@@ -94,7 +94,6 @@ class GroupPass:
     how: How
     order: Any
     THROUGH: bool
-    SUMMED: bool
     home: Any  # a tile with the columns of a row
     tokens: Any  # how many rows a group has
     per: Any  # how many tiles a group has

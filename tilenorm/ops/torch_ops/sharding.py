@@ -100,8 +100,8 @@ def rules(axes: Axes, dimensions: Sequence[int]) -> Iterator[dict[Port, Any]]:
 
 
 def cut_dimensions(x: Any, arguments: dict[str, Any]) -> list[int]:
-    """The dimensions of the input in which it may be cut. A normalised one is none of them: its sums
-    need an all-reduce (sharded_rows.py).
+    """The dimensions of the input in which it may be cut. A normalised one is none of them, because
+    its sums need an all-reduce (sharded_rows.py).
     """
     from torch.distributed.tensor import Shard
 
