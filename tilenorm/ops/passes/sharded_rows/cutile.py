@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, dtype, float32
 
-from ....launch.arrays import BackwardArrays, SplitForwardArrays
+from ....launch.arrays import BackwardArrays, SplitForwardArrays, name_of_gradient
 from ....launch.calls import Launch
 from ....launch.split import (
     center_launches,
@@ -16,14 +16,16 @@ from ....launch.split import (
 )
 from ....launch.target import Target
 from ....spec import NormSpec
-from ..cutile import GRADIENTS, Run, fresh, on_device
+from ....table import BIAS, PIECES, SUM, WEIGHT, X, Y
+from ..cutile import Run, fresh, on_device
 from ..reading import as_read, contiguous_strides_of, reading
 from .reference import Given, Made
 
-# How the tensors that the kernels read lie, and those that they write, by their roles.
-READ = dict.fromkeys(("x", "residual", "gate", "dy", "dsum"), "rows")
-READ |= {"weight": "affine", "bias": "affine"}
-WRITTEN = {"sum": "rows", **GRADIENTS}
+# The ports of the tensors that the kernels read, by their roles.
+READ = dict.fromkeys(("x", "residual", "gate", "dy", "dsum"), X) | {"weight": WEIGHT, "bias": BIAS}
+# The ports of the gradients, and of all that the kernels write, by the names of the arrays.
+GRADIENTS = {name_of_gradient(port.role): port for port in PIECES["grad_apply"].makes}
+WRITTEN = {"sum": SUM, "y": Y, **GRADIENTS}
 # The arrays of the columns of what has several numbers a row. RMSNorm has the first of dots alone.
 COLUMNS = {
     "own": ("own_mean", "own_correction", "own_squares"),
@@ -78,16 +80,16 @@ def _launches(
 def _arrays(arrays: Any, spec: NormSpec, given: Given, made: Given) -> dict[str, Any]:
     """The arrays, by their names, of what the kernels read and write."""
     rows, found = given["rows"], {}
-    shapes: dict[str, tuple[int, ...]] = {"rows": (rows, -1), "affine": (-1,)}
+    shapes: dict[str, tuple[int, ...]] = {"... n": (rows, -1), "+[h] n": (-1,)}
     read = {role: given[role] for role in READ if given.get(role) is not None}
     if read:
-        lies = [READ[role] for role in read]
-        found = dict(zip(read, as_read([*read.values()], spec, reading(spec, lies)), strict=True))
+        how = reading(spec, [READ[role] for role in read])
+        found = dict(zip(read, as_read([*read.values()], spec, how), strict=True))
     for name, t in (given | made).items():
         if name in COLUMNS and t is not None:
             found |= zip(COLUMNS[name], t.view(rows, -1).unbind(1), strict=False)
         elif name in arrays._fields and name not in READ and t is not None:
-            shape = shapes.get(WRITTEN.get(name, ""), (rows,))
+            shape = shapes[WRITTEN[name].dims] if name in WRITTEN else (rows,)
             found[name] = t if name == "partials" else t.view(shape)
     if "dy" in found:
         found["dy"] = (found["dy"],)
