@@ -49,27 +49,9 @@ class Port:
         return self.dims in ("n", "[h] n")
 
     @property
-    def lies(self) -> str:
-        """The word that stood for the dimensions before, for modules that still read it."""
-        if self.swapped:
-            return "heads"
-        if self.like == "bool":
-            return "mask"
-        if self.dims == "1":
-            return "scalar" if self.role == "given_scale" else "one"
-        if self.dims == "n":
-            return "vector" if self.role == "layer_scale" else "affine"
-        return WORDS[self.dims]
-
-    @property
     def adds(self) -> bool:
         """Whether it adds up over the dimensions of the input that it lacks."""
         return self.dims.startswith("+")
-
-
-WORDS = {"... n": "rows", "[h] n": "affine", "g n": "group", "t k d": "key", "t? r": "table"}
-WORDS |= {"t?": "tokens", "...": "number", "+...": "part", "(...) n/group": "scales"}
-WORDS |= {"+[h] n": "derivative", "+n": "derivative", "+g n": "group derivative"}
 
 
 class Option(NamedTuple):
@@ -91,8 +73,8 @@ class Stage(NamedTuple):
 class Op:
     """A row of the table: an op that users call, or an internal one.
 
-    Internal ops are those of backward passes. A result that is a gradient has the role of the tensor
-    that it is the gradient of.
+    Internal ops are those of backward passes. A result of one that is a gradient has the role of the
+    tensor that it is the gradient of.
     """
 
     name: str

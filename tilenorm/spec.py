@@ -293,22 +293,24 @@ class NormSpec:
 
     @cached_property
     def row(self) -> Op:
-        """The row of the op that users call: the one that has the norm, and takes the tensors.
-
-        Raises ValueError if there is no such op.
+        """The row of the op that users call: of those with this norm that need none of the tensors
+        that are absent, the first that takes most of the others. An op of a backward pass may have
+        a mixture of tensors that no row takes.
         """
+        if self.inner:
+            chains = [row for row in OPS.values() if row.calls]
+            return next(row for row in chains if row.calls[0].op == self.inner.op)
         roles = {role for role in TENSORS if role != "dtype" and getattr(self, role)} | {"x"}
         roles |= {COS.role, SIN.role} if self.rotation else set()
-        inner = self.inner and self.inner.op
-        for row in OPS.values():
-            if row.calls:
-                fits = inner == row.calls[0].op
-            else:
-                needed = {port.role for port in row.takes if port.needed}
-                fits = inner is None and needed <= roles <= {*row.roles}
-            if fits and (row.norm, row.quantized) == (self.norm, self.quantized is not None):
-                return row
-        raise ValueError(f"no op is {self.norm!r} norm of {', '.join(sorted(roles))}")
+        kind = self.norm, self.quantized is not None
+        rows = [
+            row
+            for row in OPS.values()
+            if not row.calls
+            and (row.norm, row.quantized) == kind
+            and roles.issuperset(port.role for port in row.takes if port.needed)
+        ]
+        return max(rows, key=lambda row: len(roles.intersection(row.roles)))
 
     @property
     def op(self) -> str:

@@ -248,6 +248,5 @@ OF_KEY = KEY.role, KEY_WEIGHT.role
 MODULATED_NORMS = tuple(op.name for op in _ROWS if MOD_SCALE in op.takes)
 ROTATED_NORMS = tuple(op.name for op in _ROWS if op.rotated)
 NOT_OF_ROWS = MODULATED_NORMS + ROTATED_NORMS
-LIES = {port.role: port.lies for op in _ROWS for port in (*op.takes, *op.makes)} | {"input": X.lies}
 NORMS = tuple(op.name for op in _ROWS if op.of_rows and not op.calls)
 QUANTIZED_NORMS = tuple(op.name for op in _ROWS if op.quantized)

@@ -144,17 +144,16 @@ def tensors_of_op(op: str, dtype=torch.float32, lead=(2, 6), n=8) -> dict[str, T
     elements, or before the heads of a token, which are four, and two of a key.
     """
     batch, tokens = lead
-    sizes = {"rows": (*lead, *[4] * OPS[op].rotated, n), "key": (*lead, 2, n), "table": (tokens, n)}
-    sizes |= {"group": (batch, tokens // 2, n), "affine": (n,), "vector": (n,)}
-    found = {}
+    sizes = {"... n": (*lead, *[4] * OPS[op].rotated, n), "t k d": (*lead, 2, n)}
+    sizes |= {"t? r": (tokens, n), "g n": (batch, tokens // 2, n), "[h] n": (n,), "n": (n,)}
+    tensors = {}
     for seed, port in enumerate(OPS[op].takes):
-        if port.lies == "tokens":
-            found[port.name] = torch.arange(tokens)
-        elif port.lies == "mask":
-            found[port.name] = random(*sizes["rows"], seed=seed) > -1
-        elif port.lies in sizes:
-            found[port.name] = random(*sizes[port.lies], dtype=dtype, seed=seed)
-    return found
+        if port.dims == "t?":
+            tensors[port.name] = torch.arange(tokens)
+        elif port.dims in sizes:
+            t = random(*sizes[port.dims], dtype=dtype, seed=seed)
+            tensors[port.name] = t > -1 if port.like == "bool" else t
+    return tensors
 
 
 def rows_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -34,7 +34,7 @@ from .helpers import each as each_form
 
 N = 256
 TAKEN = [port for op in OPS.values() for port in op.takes]
-PARAMETERS = {p.name for p in TAKEN if p.lies in ("affine", "vector", "table", "tokens")}
+PARAMETERS = {p.name for p in TAKEN if p.parameter or p.dims in ("t? r", "t?")}
 
 
 class Called(nn.Module):

@@ -192,7 +192,7 @@ def test_other_functions_have_the_same_bits(op, device, made):
     """What lies by group is read in place from a chunk, and copied from every second element."""
     right = right_of(op)
     given = {n: t.to(device) if isinstance(t, torch.Tensor) else t for n, t in right.items()}
-    by_group = [port.name for port in OPS[op].takes if port.lies == "group"]
+    by_group = [port.name for port in OPS[op].takes if port.dims == "g n"]
     chunks = {name: torch.cat([given[name]] * 2, -1)[..., :8] for name in by_group}
     uneven = {name: given[name].repeat_interleave(2, -1)[..., ::2] for name in by_group}
     for changes in (chunks, uneven):

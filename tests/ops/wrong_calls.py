@@ -186,24 +186,25 @@ def of_port(port: Port, right: torch.Tensor) -> Iterator[tuple[object, type[Exce
     yield [1.0], TypeError, r"takes a Tensor.*, got (list|\[float\])"
     if port.needed:
         yield None, TypeError, "takes a Tensor, got NoneType"
-    if port.lies in ("mask", "tokens"):
+    with_rows = port.dims == "... n" and port.like != "bool"
+    if port.like in ("bool", "int32 int64"):
         yield right.float(), NOT_SERVED, "takes (torch.bool|int32 or int64), got torch.float32"
         yield right[:-1], RuntimeError, "takes (the input's shape|what broadcasts)"
     else:
         yield right.int(), NOT_SERVED, "takes float16, .* got torch.int32"
         yield right + 0j, NOT_SERVED, "takes float16, .* got torch.complex64"
-        if port.lies != "table":
+        if port.dims != "t? r":
             yield right[..., :-1], RuntimeError, r"takes .*, got .*7\]"
-        if port.lies == "vector":
+        if port.dims == "n" and port.of == "input":
             yield ROWS, RuntimeError, "takes the shape of normalized_shape"
-    if port.lies == "rows":
+    if with_rows:
         yield right.to_sparse(), NOT_SERVED, "takes the layout .* got torch.sparse_coo"
         # PyTorch writes no guard for some layouts.
         yield right.to_mkldnn(), NOT_SERVED, "takes the layout"
         yield torch.quantize_per_tensor(right, 0.1, 0, torch.qint8), NOT_SERVED, "takes float16"
     if port.name != "input":
         yield right.to("meta"), RuntimeError, "takes the input's device cpu, got meta"
-        if port.lies == "rows":
+        if with_rows:
             yield right[:1], RuntimeError, r"takes the input's shape .*, got \[1,"
 
 

@@ -7,7 +7,7 @@ for the row counts that were used last.
 
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import cuda.tile as ct
 
@@ -99,6 +99,8 @@ class ForwardPlan(Tiling):
     config: RowForward | StreamForward | SharedForward
     save: bool
     small: bool = False
+
+    arrays: ClassVar[Any] = ForwardArrays
 
     @cached_property
     def compiled(self) -> RowForward | StreamForward | SharedForward:
@@ -200,6 +202,7 @@ class BackwardPlan(Tiling):
     needs: Needs
 
     function: ClassVar[ct.kernel] = norm_backward
+    arrays: ClassVar[Any] = BackwardArrays
 
     @cached_property
     def _exchanges(self) -> bool:

@@ -6,13 +6,13 @@ RopeBackwardArrays, whose tensors of heads are views (batch, tokens, heads, D).
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ..kernels.constants import Rope
 from ..kernels.rope_backward import rope_backward
 from ..kernels.rope_forward import rope_forward
 from . import heuristics
-from .arrays import MAIN_ARRAYS, RopeBackwardArrays
+from .arrays import MAIN_ARRAYS, RopeBackwardArrays, RopeForwardArrays
 from .calls import Launch, Needs, Sizes, constants, rectangles
 from .config import RopeBackward, RopeForward, cdiv
 from .kernel import hinted
@@ -49,6 +49,7 @@ class RopeForwardPlan(RopePlan):
 
     save: bool
 
+    arrays: ClassVar[Any] = RopeForwardArrays
     fetches: ClassVar[bool] = False  # as a ForwardPlan has them
     casts_apart: ClassVar[None] = None
 
@@ -70,6 +71,8 @@ class RopeBackwardPlan(RopePlan):
 
     config: RopeBackward
     needs: Needs
+
+    arrays: ClassVar[Any] = RopeBackwardArrays
 
     @cached_property
     def columns(self) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """Tensors as the kernels take them: rows in place where that keeps a row's bits, else one copy."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from math import prod
 from operator import mul
@@ -8,6 +8,7 @@ from operator import mul
 import torch
 from torch import Tensor
 
+from ...row import Port
 from ...spec import NormSpec
 from ..pytorch.torch_private import reinterpret
 
@@ -80,43 +81,45 @@ def lie_as_read(tensors: Sequence[Tensor | None], read: Sequence, grouped: Seque
     return True
 
 
-def reading(spec: NormSpec, lies: Sequence[str]) -> list[tuple[str, tuple[int, ...]]]:
-    """How tensors are read: of each how it lies, as Port.lies, and the strides of what the kernels
-    read in the place of a contiguous tensor, or ().
+def reading(spec: NormSpec, ports: Sequence[Port]) -> list[tuple[Callable, tuple[int, ...]]]:
+    """How tensors are read: of each what makes it what the kernels read, and the strides of what
+    they read in the place of a contiguous tensor, or ().
     """
-    sizes = {"rows": (spec.heads, spec.hidden) if spec.heads else (spec.hidden,), "vector": ()}
-    sizes["affine"] = sizes["rows"][1:]
-    return [
-        (each, contiguous_strides_of((1, *sizes[each])) if each in sizes else ()) for each in lies
-    ]
+    rows = (spec.heads, spec.hidden) if spec.heads else (spec.hidden,)
+    in_place = {"... n": rows, "[h] n": rows[1:], "n": ()}
+    how = []
+    for port in ports:
+        strides: tuple[int, ...] = ()
+        if port.dims in in_place and port.like != "bool":
+            strides = contiguous_strides_of((1, *in_place[port.dims]))
+        how.append((READERS.get(port.dims, _as_it_is), strides))
+    return how
 
 
 def as_read(tensors: Sequence[Tensor | None], spec: NormSpec, how: Sequence) -> list:
     """An op's tensors as the kernels read them, copied only where they cannot be read in place. A
     mask is read as bytes, which are 0 or 1. how: see reading.
     """
-    found = []
-    for t, (lies, strides) in zip(tensors, how, strict=True):
+    read = []
+    for t, (reader, strides) in zip(tensors, how, strict=True):
         # Most tensors are contiguous. Calls with new shapes take 2 to 3 µs less by this branch.
         if t is not None and t.is_contiguous() and strides and not t.data_ptr() % VECTOR_BYTES:
             if t.stride() != strides:
                 sizes = [a // b for a, b in pairwise(strides)]
                 t = reinterpret(t, (t.numel() // strides[0], *sizes), strides)
         elif t is not None:
-            t = _as_read(t, lies, spec)
-        found.append(t)
-    return found
+            t = reader(t, spec)
+        read.append(t)
+    return read
 
 
-def _as_read(t: Tensor, lies: str, spec: NormSpec) -> Tensor:
-    if lies in ("rows", "mask"):
-        t = rows_of(t, spec)
-        return t.view(torch.uint8) if t.dtype == torch.bool else t
-    if lies == "group":
-        return groups_of(t, spec)
-    if lies == "affine":
-        return parameter_of(t, spec)
-    return vector_of(t, spec.aligned) if lies == "vector" else t
+def _as_it_is(t: Tensor, spec: NormSpec) -> Tensor:
+    return t
+
+
+def _matrix_of(t: Tensor, spec: NormSpec) -> Tensor:
+    t = rows_of(t, spec)
+    return t.view(torch.uint8) if t.dtype == torch.bool else t
 
 
 def shaped_as(fresh: Tensor, like: Tensor) -> Tensor:
@@ -183,3 +186,16 @@ def _row_stride(sizes: Sequence[int], strides: Sequence[int], hidden: int) -> in
             return None
         following = extent * stride
     return distance if 0 < distance < MAX_STRIDE else None
+
+
+def _vector_of_rows(t: Tensor, spec: NormSpec) -> Tensor:
+    return vector_of(t, spec.aligned)
+
+
+# What makes a tensor of a port's dimensions what the kernels read.
+READERS: dict[str, Callable[[Tensor, NormSpec], Tensor]] = {
+    "... n": _matrix_of,
+    "g n": groups_of,
+    "[h] n": parameter_of,
+    "n": _vector_of_rows,
+}
