@@ -73,8 +73,8 @@ class Stage(NamedTuple):
 class Op:
     """A row of the table: an op that users call, or an internal one.
 
-    Internal ops are those of backward passes. A result of one that is a gradient has the role of the
-    tensor that it is the gradient of.
+    Internal ops are those of backward passes. Their results have the roles of the tensors that they
+    are the gradients of.
     """
 
     name: str
