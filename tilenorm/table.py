@@ -279,16 +279,13 @@ QUANTIZED_NORMS = tuple(op.name for op in _ROWS if op.quantized)
 
 @dataclass(frozen=True)
 class InternalOp:
-    """An op that users do not call: of a backward pass, or of rows of which a process holds a
-    piece, some columns of each row (see ops/torch_ops/sharded_rows).
+    """An op that users do not call: of a backward pass.
 
     takes, makes: as those of Op. A result that is a gradient has the role of the tensor that it is
     the gradient of. options: the arguments behind the tensors, as in a schema. last: the tensors
     that are among these; they are absent by default.
 
-    Its ports lie also as "derivative", of an affine tensor, and as "group derivative"; and where
-    rows are in pieces as "part", what the piece adds to the numbers of a row, and as "whole", such
-    numbers, added up over the pieces.
+    Its ports lie also as "derivative", of an affine tensor, and as "group derivative".
     """
 
     name: str
@@ -319,10 +316,6 @@ class InternalOp:
         made = [port.role for port in self.makes]
         order = (*DERIVED, *(role for role in made if role not in DERIVED))
         return tuple(map(order.index, made))
-
-
-def _ports(needed: bool, **lies: str) -> tuple[Port, ...]:
-    return tuple(Port(name, kind, role=name, needed=needed) for name, kind in lies.items())
 
 
 def _gradients(*ports: Port) -> tuple[Port, ...]:
@@ -385,38 +378,3 @@ _BACKWARD = (
     ),
 )
 BACKWARD = {op.name: op for op in _BACKWARD}
-
-_OF_PIECE, _OF_ROWS = f"{NORM}, int dims, ", tuple(replace(p, lies="whole") for p in _STATISTICS)
-_PIECES = (
-    InternalOp(
-        "row_sums",
-        (X, replace(RESIDUAL, needed=False), _GATE),
-        _ports(True, part="part", own="part", sum="rows"),
-        f"{_OF_PIECE}{BACKEND}",
-    ),
-    InternalOp(
-        "row_center",
-        (X, *_ports(True, mean="whole", own="part")),
-        _ports(True, centered="part"),
-        f"{_OF_PIECE}{BACKEND}",
-    ),
-    InternalOp(
-        "row_apply",
-        (X, _GATE, *_AFFINE, *_ports(True, whole="whole"), *_ports(False, centered="whole")),
-        (replace(Y, like=""), *_ports(True, mean="whole", rstd="whole")),
-        f"{_OF_PIECE}float eps, ScalarType dtype, bool save, {BACKEND}",
-    ),
-    InternalOp(
-        "grad_sums",
-        (DY, X, _GATE, WEIGHT, *_OF_ROWS),
-        _ports(True, dots="part"),
-        f"{_OF_PIECE}{BACKEND}",
-    ),
-    InternalOp(
-        "grad_apply",
-        (DY, DSUM, X, _GATE, *_AFFINE, *_OF_ROWS, *_ports(False, dots="whole")),
-        _DERIVED,
-        f"{_OF_PIECE}bool added, bool[5] output_mask, {BACKEND}",
-    ),
-)
-PIECES = {op.name: op for op in _PIECES}

@@ -49,40 +49,6 @@ class ForwardArrays:
 
 
 @dataclass(frozen=True)
-class SplitForwardArrays:
-    """Of split_forward.py. X, RESIDUAL, GATE (rows, N) or (tokens, HEADS, N); W and B (N,) or
-    (HEADS, N); SUM, Y (rows, N). All others are (rows,) float32, with any stride.
-
-    PART: what row_sums stores. OWN_*: the moments of the piece. WHOLE: the sum of all PARTs of a
-    row: the mean of squares, or, for LAYER, the mean. CORRECTION, SQUARE: what row_center stores,
-    and what row_apply reads of it once it is added up. MEAN, RSTD: what the backward pass reads.
-    """
-
-    X: Any
-    RESIDUAL: Any
-    GATE: Any
-    W: Any
-    B: Any
-    SUM: Any
-    Y: Any
-    PART: Any
-    OWN_MEAN: Any
-    OWN_CORRECTION: Any
-    OWN_SQUARES: Any
-    WHOLE: Any
-    CORRECTION: Any
-    SQUARE: Any
-    MEAN: Any
-    RSTD: Any
-
-    def of_norm(self):
-        """Those that the stages of a forward pass take."""
-        return ForwardArrays(
-            self.X, self.Y, self.W, self.B, self.RESIDUAL, self.GATE, self.SUM, self.MEAN, self.RSTD
-        )
-
-
-@dataclass(frozen=True)
 class BackwardArrays:
     """The arrays of a backward pass. A row has N elements.
 
@@ -116,9 +82,6 @@ class BackwardArrays:
     DSHIFT: Any = ()  # (groups, N)
     DMOD_GATE: Any = ()  # (groups, N)
     GROUP_SUMS: Any = ()  # (sums · slots, N) float32
-    # The last two are those of split_backward.py.
-    DOT: Any = ()  # (rows,) float32 with any stride: the mean of g · x̂
-    TOTAL: Any = ()  # (rows,) float32 with any stride: the mean of g, of a LayerNorm
 
 
 @dataclass(frozen=True)

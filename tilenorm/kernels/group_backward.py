@@ -167,7 +167,7 @@ def pass_of(ARRAYS, rows, NORM, CUT, HOW, SUMS):
     if sums.WHOLE:
         first, end = first * per, end * per
     where = cut.home(a.X, 0, 0), tokens, per, b, blocks, first, end
-    return GroupPass(a, Norm(*NORM), cut, How(*HOW), order, through, False, *where)
+    return GroupPass(a, Norm(*NORM), cut, How(*HOW), order, through, *where)
 
 
 def span(b, blocks, total):

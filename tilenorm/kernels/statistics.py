@@ -289,14 +289,11 @@ class Dots:
             dot = dot + more
         return Dots(dot, total, products, gs)
 
-    def through_norm(self, x_hat, g, rstd, COUNT, LAYER):
-        """dx of a segment: rstd · (g − x̂ · mean(g · x̂) − mean(g)), mean(g) for LAYER alone.
-
-        COUNT: of the elements that were added up; 1 where the sums are means already.
-        """
-        dx = g - x_hat * (self.dot * (1.0 / COUNT))
+    def through_norm(self, x_hat, g, rstd, N, LAYER):
+        """dx of a segment: rstd · (g − x̂ · mean(g · x̂) − mean(g)), mean(g) for LAYER alone."""
+        dx = g - x_hat * (self.dot * (1.0 / N))
         if LAYER:
-            dx = dx - self.total * (1.0 / COUNT)
+            dx = dx - self.total * (1.0 / N)
         return dx * rstd
 
     def numbers(self, LAYER):

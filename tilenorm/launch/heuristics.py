@@ -44,7 +44,7 @@ def chosen(spec: NormSpec, target: Target, needs: Needs | None = None) -> Config
         config = _rotated(spec, needs)
     elif needs is None:
         read = (spec.dtype, spec.residual, spec.gate, spec.addend, spec.skip)
-        config = piece(spec, 1 if spec.inner else sum(dtype is not None for dtype in read))
+        config = _forward(spec, 1 if spec.inner else sum(dtype is not None for dtype in read))
     elif spec.modulated:
         config = _by_group(spec, needs)
     else:
@@ -92,8 +92,8 @@ def with_room(spec: NormSpec, config: Config) -> Config:
     return replace(config, hints=replace(config.hints, occupancy=fewer))
 
 
-def piece(spec: NormSpec, inputs: int) -> Config:
-    """For a kernel that reads each row, or a piece of each row, once, in so many inputs."""
+def _forward(spec: NormSpec, inputs: int) -> Config:
+    """For a kernel that reads each row once, in so many inputs."""
     width = tile_width(spec.hidden)
     if width > rules.FORWARD_TILE // inputs:
         return _forward_chunk(spec, inputs)
@@ -144,19 +144,6 @@ def _by_group(spec: NormSpec, needs: Needs) -> Backward:
     first = width if width == spec.hidden else width // 2
     rest = spec.hidden - first
     return Backward((first, tile_width(rest)) if rest else (first,), hints=hints)
-
-
-def piece_backward(spec: NormSpec, target: Target, needs: Needs) -> Config:
-    """For a backward pass to which the sums over rows are given.
-
-    No sum comes between what is read and what is written, so that the compiler works on all of it
-    at once, and takes more registers: grad_apply spilled 120 bytes at 16384 bfloat16 on sm_90.
-    """
-    config = chosen(spec, target, needs)
-    if config.rows == 1:
-        return replace(config, reread=True)
-    more = spec.gate is not None or needs.dsum
-    return replace(config, rows=config.rows // 2) if more else config
 
 
 def column_sum(columns: int) -> ColumnSum:

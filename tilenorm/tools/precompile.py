@@ -29,14 +29,11 @@ from torch import Tensor
 from ..launch.calls import Call, Needs, Sizes, bound, every_gradient
 from ..launch.plan import BackwardPlan, ForwardPlan, GroupedPlan, plan_backward, plan_forward
 from ..launch.rope import RopeBackwardPlan, RopeForwardPlan
-from ..launch.split import plan_grad_apply
 from ..launch.target import Target
 from ..launch.toolchain import cache_problem
 from ..launch.tuned import rules
 from ..launch.user_table import TableWarning
 from ..ops.passes import cutile
-from ..ops.passes.sharded_rows import cutile as split
-from ..ops.torch_ops.sharded_rows.library import KINDS
 from ..spec import NormSpec
 from ..table import LIES, OPS
 from .cubin import Resources, resources
@@ -116,40 +113,6 @@ def calls_of(plan: Plan, rows: int, groups: int = 1, sizes: Sizes | None = None)
     return _recorded(lambda run: cutile.bind(plan, run)(*given))
 
 
-def piece_calls(spec: NormSpec, target: Target, rows: int) -> list[Call]:
-    """Every call of inference and of a training step whose rows are in pieces of spec.hidden. Other
-    operations do what only whole rows have.
-    """
-    spec = spec.without_joins
-    needs, op = every_gradient(spec), OPS[spec.op]
-    tensors, _ = arguments(spec, None, rows, _without_memory)
-    given = dict(zip(op.roles, tensors, strict=True))
-    x, residual, gate, *affine = map(given.get, ("x", "residual", "gate", "weight", "bias"))
-    (dy, dsum, *_), _ = arguments(spec, needs, rows, _without_memory)
-    last = *spec.options._replace(hidden=2 * spec.hidden), 1
-
-    def step(run: cutile.Run) -> None:
-        def made(name: str, *arguments: Any) -> tuple:
-            call = KINDS[name](arguments)
-            of = call.of_piece()
-            return split.piece(name, of, target, call.read(of), run)
-
-        before = gate if spec.gate_first else None
-        part, own, total = made("row_sums", x, residual, before, *last)
-        centered = None
-        if spec.norm == "layer":
-            (centered,) = made("row_center", x, part, own, *last)
-        rows = x if total is None else total
-        apply = rows, gate, *affine, part, centered, *last, EPS, x.dtype
-        made("row_apply", *apply, False)
-        _, mean, rstd = made("row_apply", *apply, True)
-        (dots,) = made("grad_sums", dy, rows, gate, affine[0], mean, rstd, *last)
-        read = dy, dsum, rows, gate, *affine, mean, rstd, dots
-        made("grad_apply", *read, *last, residual is not None, list(needs.gradients))
-
-    return _recorded(step)
-
-
 def _without_memory(dtype: str, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
 
@@ -186,14 +149,6 @@ def training_calls(
             for made in (inference, training, plan) if spec.differentiable else (inference,):
                 calls += calls_of(made, *size)
     return _distinct(calls)
-
-
-def piece_training_calls(spec: NormSpec, target: Target) -> list[Call]:
-    """The same for rows of which a process holds spec.hidden columns."""
-    forward = plan_forward(spec, target, True)
-    backward = plan_grad_apply(spec, target, every_gradient(spec))
-    rows = _size_classes(spec, forward, backward)
-    return _distinct([call for (count,) in rows for call in piece_calls(spec, target, count)])
 
 
 def _distinct(calls: list[Call]) -> list[Call]:
@@ -243,7 +198,7 @@ def precompile(
     calls: Callable[[NormSpec, Target], list[Call]] = training_calls,
 ) -> Iterator[list[Compiled]]:
     """Compile the calls of each spec into cuTile's cache, on all cores. calls: training_calls, also
-    with its options bound, or piece_training_calls.
+    with its options bound.
 
     Raises CompileError when a kernel does not compile, RuntimeError when nothing would be kept.
     """

@@ -328,15 +328,6 @@ class BoundNorm:
         self._passes.append(made := Pass(find))
         return made
 
-    def piece(self, name: str, given: Any) -> Any:
-        """What an op of rows in pieces makes."""
-        chosen: Any = self.implementation
-        try:
-            return chosen.piece(name, self.spec, self.device)(given)
-        except CompileError as error:
-            self.replace(chosen, error)
-        return self.piece(name, given)
-
     def replace(self, broken: Implementation, error: CompileError) -> None:
         """Have what select now finds serve. It warns, or raises if `broken` was asked for."""
         with _REPLACING:

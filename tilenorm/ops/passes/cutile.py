@@ -316,7 +316,7 @@ def _taking_backward(
     absent += ["group_sums"] * (not needs.sums and not any(needs.modulation))
     absent += ["input"] * (not needs.dmod_gate)  # the gradient of a gate by group is made of it
     places = {name: i for name, i in (places | made).items() if name not in absent}
-    first_left_out = "dot" if spec.modulated else "input" if spec.branches else MASK
+    first_left_out = "dw" if spec.modulated else "input" if spec.branches else MASK
     fields = (*fields[: fields.index(first_left_out)], *fields[-2:])
     return _taking(places, *fields)
 

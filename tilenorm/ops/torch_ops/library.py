@@ -68,7 +68,7 @@ def fake(kind: Callable, *arguments) -> Any:
             made.append(call.x.new_empty(0 if shape is None else shape, dtype=dtype))
         else:
             made.append(call.x.new_empty_strided(shape, strides, dtype=dtype))
-    return tuple(made) if len(made) > 1 else made[0]
+    return tuple(made)
 
 
 def define(kind: Callable, row: Op | InternalOp, options: str) -> None:

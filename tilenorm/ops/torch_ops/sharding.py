@@ -14,26 +14,15 @@ What lies by group is cut in a dimension d that it has as the input has it, and 
 derivative. Else it is replicated, and its derivative is Partial: a process then holds some rows of
 each group. Rows are not cut in a dimension that groups divide.
 
-Where rows are in pieces (see sharded_rows/library.py), the ops run on the rows of the table, with
-what has a number a row placed as x is, and on one more:
-
-    rows                 x, gate, dy,    weight, bias,    part, own,       whole, mean, rstd,
-                         y, dx, …        dW, dB           their sums       dots, added up
-    cut in a normalised  Shard(d)        Shard(d')        Partial          Replicate
-      dimension d
-
-d' is the parameter's dimension that lies on x's dimension d. `own` is what a piece alone knows. It
-is Partial by name, and nothing adds it up: row_center reads it where row_sums left it.
-
 Where heads are rotated, the rows are heads, or tokens, also those of a key. Tables and positions
 are cut in a dimension d that they have as the tokens have it, and else replicated.
 
 A dimension whose size the data alone tell has a row where the input is cut in it already: DTensor
 compares the sizes of each row with the number of processes.
 
-DTensor's search takes the row that costs least, and moves what does not fit it: it gathers a tensor
-that is cut in a normalised dimension, which the functions give to the ops of pieces, and
-reduces or reduce-scatters one that is Partial.
+DTensor's search takes the row that costs least, and moves what does not fit it: it reduces or
+reduce-scatters a tensor that is Partial, and gathers one that is cut in a normalised dimension. The
+functions do not call an op with such a tensor: sharded_rows.py computes the norm.
 """
 
 import math
@@ -85,8 +74,6 @@ def rules_of(row: Op | InternalOp, given: dict[str, Any]) -> Iterator[Rule]:
     by_role = {port.role: given.get(port.name) for port in row.tensors}
     parameters = [given.get(port.name) for port in row.tensors if port.lies == "affine"]
     x, hidden = by_role["x"], given["hidden"]
-    if "dims" in given:
-        return rules_of_pieces(x, parameters, given["dims"])
     if "mod_scale" in by_role:
         return rules_by_group(x, parameters, by_role["mod_scale"], hidden)
     if "cos" in by_role:
@@ -112,7 +99,7 @@ def rules(x: Any, parameters: Sequence[Any], hidden: int) -> Iterator[Rule]:
     # No shard of heads fits both a parameter by heads and one that all heads share.
     if before < leading and len(firsts) == 1 and _ends(x, *parameters):
         yield _cut(Shard(before), Shard(0), Shard(0))
-    # A cut normalised dimension has no row: its sums need an all-reduce (sharded_rows/norm.py).
+    # A cut normalised dimension has no row: its sums need an all-reduce (sharded_rows.py).
 
 
 def _heads_of(x: Any, parameter: Any, hidden: int, leading: int) -> int:
@@ -172,23 +159,6 @@ def rules_rotated(
             if heads_first:
                 rule |= {"heads": Shard({1: 2, 2: 1}.get(d, d))}
         yield rule
-
-
-def rules_of_pieces(x: Any, parameters: Sequence[Any], dims: int) -> Iterator[Rule]:
-    """The rows of the table where rows are in pieces."""
-    from torch.distributed.tensor import Partial, Replicate, Shard
-
-    yield {}
-    rank = len(x.shape)
-    of_parameters = max((len(p.shape) for p in parameters if p is not None), default=0)
-    for d in range(rank):
-        along = d - rank + of_parameters  # the parameters' dimension that lies on x's
-        by_place = (Shard(along), Shard(along)) if along >= 0 else (Replicate(), Partial())
-        rule = _cut(Shard(d), *by_place)
-        if d < rank - dims:
-            yield rule | {"whole": Shard(d), "part": Shard(d)}
-        else:
-            yield rule | {"part": Partial()}
 
 
 def strategies(kind: Any, given: Sequence[Any]) -> list[Strategy]:
