@@ -7,26 +7,26 @@ from .config import cdiv
 
 TILE_ROWS, TILE_GROUPS = 128, 4  # of a tile of swizzled scales, as in kernels/quantize.py
 
-UNIT = 16  # the array has a multiple of so many elements: the compiler tells other numbers apart
+UNIT = 16  # the array has a multiple of it, so that no number of rows compiles to code of its own
 
 
 class Scales(NamedTuple):
-    """The scales of a number of rows: the array that the kernels write, and the tensor that the
-    caller gets. Both start at the same address.
+    """The scales of a number of rows.
+
+    dtype: of the array that the kernels write: "float32", or "uint8" for powers of two as bytes.
+    count: its elements. shape, strides: those of the tensor that the caller gets, which starts
+    where the array starts. padding: how many elements of that tensor are no scale.
     """
 
-    dtype: str  # of the array: "float32", or "uint8" for powers of two as bytes
-    count: int  # the elements of the array
-    shape: tuple[int, ...]  # of the tensor
-    strides: tuple[int, ...]  # of the tensor
-    padding: int = 0  # how many elements of the tensor are no scale
+    dtype: str
+    count: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    padding: int = 0
 
     @classmethod
     def of(cls, how: Quantization, hidden: int, rows: int) -> "Scales":
-        """The scales of `rows` rows of `hidden` elements.
-
-        The rows are compared with nothing, because torch.compile may not know their number.
-        """
+        """Without a comparison, because torch.compile may not know the number of rows."""
         groups = how.groups(hidden)
         dtype = "uint8" if how.scaling == "mx" else "float32"
         if how.scaling == "tensor":  # the caller's own
@@ -36,10 +36,8 @@ class Scales(NamedTuple):
             count = tiles * TILE_ROWS * TILE_GROUPS
             return cls(dtype, count, (count,), (1,), count - rows * groups)
         if how.layout == "row":
-            strides = groups, 1
-            count = rows * groups
+            strides, count = (groups, 1), rows * groups
         else:
             apart = rows if how.layout == "column" else cdiv(rows, 4) * 4
-            strides = 1, apart
-            count = apart * groups
+            strides, count = (1, apart), apart * groups
         return cls(dtype, cdiv(count, UNIT) * UNIT, (rows, groups), strides)
