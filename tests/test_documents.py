@@ -204,8 +204,8 @@ def parse(module: str, arguments: list[str]) -> None:
     """Run a program until argparse has parsed its arguments. Raises SystemExit for wrong ones."""
     original = argparse.ArgumentParser.parse_args
 
-    def stop(self, *given, **by_name):
-        original(self, *given, **by_name)
+    def stop(self, *positional, **by_name):
+        original(self, *positional, **by_name)
         raise ParsedError
 
     with pytest.MonkeyPatch.context() as patched:
@@ -463,7 +463,7 @@ def shown():
 def test_the_kernels_of_the_readme_compile(shown, monkeypatch):
     calls: list[Call] = []
     monkeypatch.setitem(
-        shown, "launch", lambda count, kernel, *given: calls.append(Call(kernel, (count,), given))
+        shown, "launch", lambda count, kernel, *arrays: calls.append(Call(kernel, (count,), arrays))
     )
     how = {"device": "meta", "dtype": torch.bfloat16, "requires_grad": True}
     y = shown["RMSNorm"].apply(torch.empty(100, 1000, **how), torch.empty(1000, **how), 1e-6)
