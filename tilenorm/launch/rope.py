@@ -39,8 +39,8 @@ class RopePlan(Tiling):
             parts = sizes.batch * sizes.tokens
             return parts, parts * bool(sizes.key_heads)
         parts = sizes.batch * cdiv(sizes.tokens, self.config.rows)
-        groups, more = (cdiv(heads, self.config.tiles) for heads in sizes[2:])
-        return parts * groups, parts * more
+        groups, key_groups = (cdiv(heads, self.config.tiles) for heads in sizes[2:])
+        return parts * groups, parts * key_groups
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class RopeBackwardPlan(RopePlan):
     def columns(self) -> dict[str, int]:
         """How many columns each of the needed sums over tokens has."""
         spec, needs = self.spec, self.needs
-        found = {"dw": spec.hidden} if needs.dw else {}
-        return found | (
+        needed = {"dw": spec.hidden} if needs.dw else {}
+        return needed | (
             {"dkey_weight": spec.key_hidden or spec.hidden} if needs.dkey_weight else {}
         )
 

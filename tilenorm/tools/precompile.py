@@ -59,13 +59,13 @@ def arguments(
     spec: NormSpec,
     needs: Needs | None,
     rows: int,
-    made: Callable[..., Tensor],
+    make: Callable[..., Tensor],
     groups: int = 1,
     sizes: Sizes | None = None,
 ) -> tuple[Any, ...]:
     """What a bound call takes. needs: of a backward pass; None is a forward pass.
 
-    made: returns a contiguous tensor, given its dtype and its shape. groups: of modulated rows.
+    make: returns a contiguous tensor, given its dtype and its shape. groups: of modulated rows.
     sizes: of heads that are rotated; None for those of sizes_of.
     """
     heads = sizes or (sizes_of(spec, rows) if spec.rotation else None)
@@ -77,7 +77,7 @@ def arguments(
         shape = dims.shape(port, planned, swapped)
         if port.number:  # as a forward pass returns them
             shape = (prod(shape),)
-        return None if dtype is None else made(dtype, *shape)
+        return None if dtype is None else make(dtype, *shape)
 
     return tuple([tensor(port, dtype) for port, dtype in tensors]), EPS
 
@@ -85,8 +85,8 @@ def arguments(
 def calls_of(plan: Plan, rows: int, groups: int = 1, sizes: Sizes | None = None) -> list[Call]:
     """The calls of a plan for contiguous tensors without memory. groups, sizes: as of arguments."""
     needs = getattr(plan, "needs", None)
-    given = arguments(plan.spec, needs, rows, _without_memory, groups, sizes)
-    return _recorded(lambda run: cutile.bind(plan, run)(*given))
+    tensors = arguments(plan.spec, needs, rows, _without_memory, groups, sizes)
+    return _recorded(lambda run: cutile.bind(plan, run)(*tensors))
 
 
 def piece_calls(spec: NormSpec, target: Target, rows: int) -> list[Call]:
@@ -96,10 +96,10 @@ def piece_calls(spec: NormSpec, target: Target, rows: int) -> list[Call]:
     spec = spec.without_joins
     needs = every_gradient(spec)
     tensors, _ = arguments(spec, None, rows, _without_memory)
-    given = spec.row.by_role(tensors)
-    x, residual, gate, *affine = map(given.get, ("x", "residual", "gate", "weight", "bias"))
+    by_role = spec.row.by_role(tensors)
+    x, residual, gate, *affine = map(by_role.get, ("x", "residual", "gate", "weight", "bias"))
     (dy, dsum, *_), _ = arguments(spec, needs, rows, _without_memory)
-    last = *spec.options._replace(hidden=2 * spec.hidden), 1
+    options = *spec.options._replace(hidden=2 * spec.hidden), 1
 
     def step(run: cutile.Run) -> None:
         def made(name: str, *arguments: Any) -> tuple:
@@ -108,17 +108,17 @@ def piece_calls(spec: NormSpec, target: Target, rows: int) -> list[Call]:
             return split.piece(name, of, target, call.read(of), run)
 
         before = gate if spec.gate_first else None
-        part, own, total = made("row_sums", x, residual, before, *last)
+        part, own_part, total = made("row_sums", x, residual, before, *options)
         centered = None
         if spec.norm == "layer":
-            (centered,) = made("row_center", x, part, own, *last)
+            (centered,) = made("row_center", x, part, own_part, *options)
         rows = x if total is None else total
-        apply = rows, gate, *affine, part, centered, *last, EPS, x.dtype
+        apply = rows, gate, *affine, part, centered, *options, EPS, x.dtype
         made("row_apply", *apply, False)
         _, mean, rstd = made("row_apply", *apply, True)
-        (dots,) = made("grad_sums", dy, rows, gate, affine[0], mean, rstd, *last)
+        (dots,) = made("grad_sums", dy, rows, gate, affine[0], mean, rstd, *options)
         read = dy, dsum, rows, gate, *affine, mean, rstd, dots
-        made("grad_apply", *read, *last, residual is not None, list(needs.gradients))
+        made("grad_apply", *read, *options, residual is not None, list(needs.gradients))
 
     return _recorded(step)
 
@@ -156,8 +156,10 @@ def training_calls(
     for needs in asked:
         plan = plan_backward(spec, target, needs)
         for size in _size_classes(spec, training, plan):
-            for made in (inference, training, plan) if spec.differentiable else (inference,):
-                calls += calls_of(made, *size)
+            for plan_of_pass in (
+                (inference, training, plan) if spec.differentiable else (inference,)
+            ):
+                calls += calls_of(plan_of_pass, *size)
     return _distinct(calls)
 
 
@@ -280,15 +282,15 @@ def compile_call(call: Call, arch: str) -> Compiled:
     seconds = time.perf_counter() - start
     options = call.kernel._compiler_options
     hints = f"occupancy={options.occupancy} worker_warps={options.num_worker_warps}"
-    found = vars(resources(cubin))
-    return Compiled(kernel=call.kernel._pyfunc.__name__, hints=hints, seconds=seconds, **found)
+    used = vars(resources(cubin))
+    return Compiled(kernel=call.kernel._pyfunc.__name__, hints=hints, seconds=seconds, **used)
 
 
 def cubin_of(call: Call, arch: str) -> bytes:
     """The machine code of a call for an architecture, from cuTile's cache if it is there."""
     capability = divmod(int(arch.removeprefix("sm_")), 10)
-    made = signature(call.kernel, call.arguments)
-    cubin, *_ = call.kernel._compile(made, default_tile_context, capability)
+    named = signature(call.kernel, call.arguments)
+    cubin, *_ = call.kernel._compile(named, default_tile_context, capability)
     return cubin
 
 
