@@ -23,9 +23,9 @@ def _ops_of(name: str, norm: Callable, columns: tuple[str, ...]) -> tuple[Op, ..
         return skip + norm(x, *parameters)
 
     def chained(x, skip, *parameters):
-        each = len(parameters) // 2
-        total = added(x, skip, *parameters[:each])
-        return norm(total, *parameters[each:]), total
+        half = len(parameters) // 2
+        total = added(x, skip, *parameters[:half])
+        return norm(total, *parameters[half:]), total
 
     def gated(x, gate, *parameters):
         return norm(x, *parameters) * F.silu(gate)

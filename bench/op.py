@@ -110,7 +110,7 @@ class Op:
         least = self.unit * case.groups
         return replace(case, m=max(least, min(case.m, elements // case.n) // least * least))
 
-    def decoded(self, outputs: tuple[Tensor, ...], given: list[Tensor]) -> tuple[Tensor, ...]:
+    def decoded(self, outputs: tuple[Tensor, ...], inputs: list[Tensor]) -> tuple[Tensor, ...]:
         """The outputs as the reference has them."""
         return outputs
 
@@ -125,9 +125,9 @@ class Op:
             row = m // self.heads, self.heads, n
         elif self.by_group:
             row = case.groups, m // case.groups, n
-        found = dict.fromkeys((*self.rows, *self.outputs), row)
-        found |= dict.fromkeys(self.columns, (self.heads, n) if self.heads else (n,))
-        return found | dict.fromkeys(self.by_group, (case.groups, n))
+        by_name = dict.fromkeys((*self.rows, *self.outputs), row)
+        by_name |= dict.fromkeys(self.columns, (self.heads, n) if self.heads else (n,))
+        return by_name | dict.fromkeys(self.by_group, (case.groups, n))
 
     def spec(self, case: Case, **fields) -> NormSpec:
         """The norm, or the chain of norms, as tilenorm describes it. fields: more of NormSpec's."""
@@ -166,17 +166,17 @@ class Op:
         """
         make = torch.Generator(device).manual_seed(case.m * case.n + case.n)
         like: dict[str, Any] = {"generator": make, "dtype": torch.float32, "device": device}
-        dtype, shapes, found = DTYPES[case.dtype], self.shapes(case), []
+        dtype, shapes, tensors = DTYPES[case.dtype], self.shapes(case), []
         for name in self.rows:
             first, *others = shapes[name]
             fused = first, 3 if self.heads else 1, *others
-            found.append(torch.randn(fused, **like).to(dtype)[:, 0])
+            tensors.append(torch.randn(fused, **like).to(dtype)[:, 0])
         for name in self.columns:
-            found.append((0.25 + 0.5 * torch.rand(shapes[name], **like)).to(dtype))
+            tensors.append((0.25 + 0.5 * torch.rand(shapes[name], **like)).to(dtype))
         if self.by_group:
             projected = torch.rand(case.groups, 6 * case.n, **like) * 0.5 - 0.75
-            found += projected.to(dtype).chunk(6, -1)[: len(self.by_group)]
-        return [x.requires_grad_() for x in found]
+            tensors += projected.to(dtype).chunk(6, -1)[: len(self.by_group)]
+        return [x.requires_grad_() for x in tensors]
 
     def output_grads(self, case: Case, device: str) -> list[Tensor]:
         """Random gradients of the outputs, equal at every call."""

@@ -38,10 +38,10 @@ class Rotated(Op):
 
     def shapes(self, case: Case) -> dict[str, tuple[int, ...]]:
         tokens = case.groups, case.m // (case.groups * self.unit)
-        found = dict.fromkeys(("q", "y"), (*tokens, self.heads, case.n))
-        found |= dict.fromkeys(("k", "key_y"), (*tokens, self.key_heads, case.n))
-        found |= dict.fromkeys(("cos", "sin"), (1, tokens[1], case.n))
-        return found | dict.fromkeys(self.columns, (case.n,))
+        by_name = dict.fromkeys(("q", "y"), (*tokens, self.heads, case.n))
+        by_name |= dict.fromkeys(("k", "key_y"), (*tokens, self.key_heads, case.n))
+        by_name |= dict.fromkeys(("cos", "sin"), (1, tokens[1], case.n))
+        return by_name | dict.fromkeys(self.columns, (case.n,))
 
     def spec(self, case: Case, **fields) -> NormSpec:
         dtype = case.dtype

@@ -32,7 +32,6 @@ ARGUMENTS = {
     "norm": "str norm",
     "gate_first": "bool gate_first",
     "shift": "str? shift",
-    "dims": "int dims",
     "eps": "float eps",
     "next_eps": "float next_eps",
     "added": "bool added",

@@ -156,7 +156,7 @@ def test_blocks_that_share_a_row(how, exchange):
         asked = replace(spec, quantized=how)
         bound = cutile.bind_forward(replace(plan, spec=asked), run)
         found = bound(replace(inputs, scale=given).tensors(asked), EPS)
-        check(how, QuantizedNorm.of(found, given, None), y, 640, given)
+        check(how, QuantizedNorm.of(asked.op, found, given), y, 640, given)
 
 
 @EACH_QUANTIZED

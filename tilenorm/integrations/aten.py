@@ -136,7 +136,8 @@ class Kernels:
         kept = [saved[role] for role in spec.kernel_reads]
         with on_device_of(x):
             grads = runner.backward(spec, needs)((dy, None, *kept), 0.0)  # rstd holds eps
-        return grads[0], *grads[3:]
+        by_role = dict(zip(spec.derived, grads, strict=True))
+        return tuple(by_role[role] for role in ("x", "weight", "bias"))
 
     def _serving(
         self, norm: str, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None

@@ -98,9 +98,9 @@ def _tuple_at(places: Sequence[int]) -> Callable[[tuple], tuple]:
     return lambda tensors: (tensors[place],)
 
 
-def of_group_sums(given: tuple) -> tuple:
+def of_group_sums(every_array: tuple) -> tuple:
     """What the kernel takes, of BackwardArrays, that adds up the sums by group."""
-    named = zip(BackwardArrays._fields, MAIN_ARRAYS(given), strict=False)
+    named = zip(BackwardArrays._fields, MAIN_ARRAYS(every_array), strict=False)
     return tuple([array if name in _OF_GROUP_SUMS else ABSENT for name, array in named])
 
 

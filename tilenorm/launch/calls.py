@@ -106,11 +106,11 @@ class Needs(NamedTuple):
     def label(self) -> str:
         """The names of what is requested, and of what comes in."""
         asked = {name: getattr(self, name) for name in self._fields}
-        names = [name for name, given in asked.items() if given is True]
+        names = [name for name, requested in asked.items() if requested is True]
         by_group = zip(MODULATION, self.modulation, strict=False)
-        names += [f"d{role}" for role, given in by_group if given]
+        names += [f"d{role}" for role, requested in by_group if requested]
         of_key = zip(OF_KEY, self.of_key, strict=False)
-        names += [f"d{role}" for role, given in of_key if given]
+        names += [f"d{role}" for role, requested in of_key if requested]
         return "+".join(names + [f"terms:{self.terms}"] * (self.terms > 1))
 
     @property
@@ -135,8 +135,8 @@ def needs_of(spec: NormSpec, asked: Iterable[str | None], dsum: bool) -> Needs:
     dx, dresidual = "x" in roles, "residual" in roles and spec.residual is not None
     if spec.residual is None or spec.shares_dx:
         dx, dresidual = dx or dresidual, False
-    there = ("gate", "weight", "bias", *MODULATION)
-    dgate, dw, db, *groups = [r in roles and bool(getattr(spec, r)) for r in there]
+    roles_of_options = ("gate", "weight", "bias", *MODULATION)
+    dgate, dw, db, *groups = [r in roles and bool(getattr(spec, r)) for r in roles_of_options]
     by_group = tuple(groups) if spec.modulated else ()
     of_key = tuple([role in roles and bool(getattr(spec, role)) for role in OF_KEY])
     of_key = of_key if spec.rotation else ()
@@ -177,7 +177,12 @@ def groups(kernel: "ct.kernel") -> dict[str, Any]:
     """The dataclass of each kernel parameter that is a group of constants, by parameter name."""
     hints = get_type_hints(kernel._pyfunc, include_extras=True).items()
     metadata = {name: getattr(hint, "__metadata__", ())[-1:] for name, hint in hints}
-    return {name: kind for name, last in metadata.items() for kind in last if is_dataclass(kind)}
+    return {
+        name: kind
+        for name, annotation in metadata.items()
+        for kind in annotation
+        if is_dataclass(kind)
+    }
 
 
 def constants_of(kernel: "ct.kernel", arguments: tuple) -> dict[str, Any]:

@@ -300,15 +300,15 @@ class GroupedPlan(BackwardPlan):
         norm, cut, how = map(constants, (self.norm, self.cut, How()))
         kernel, after = hinted(self.function, self.config.hints), (rows, norm, cut, how, sums)
         main = Launch(kernel, (blocks,), (), MAIN_ARRAYS, after)
-        found = [main, *self._sums(blocks)]
+        calls = [main, *self._sums(blocks)]
         if any(self.needs.modulation) and not self.sums(groups).WHOLE:
             config = self.sum_config(blocks, groups)
             tiles = self.config.rows, config.rows, config.tile
-            early = self._overlap and len(found) == 1  # one kernel may start early
+            early = self._overlap and len(calls) == 1  # one kernel may start early
             after = (rows, blocks, norm, sums, *tiles, early)
             grid = cdiv(self.spec.hidden, config.tile), groups
-            found.append(Launch(GROUP_SUM, grid, (), of_group_sums, after, early))
-        return found
+            calls.append(Launch(GROUP_SUM, grid, (), of_group_sums, after, early))
+        return calls
 
 
 forcing.when_changed().extend((plan_forward.cache_clear, plan_backward.cache_clear))

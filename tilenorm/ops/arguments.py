@@ -119,8 +119,10 @@ def _check_shape(op: str, normalized_shape: Sequence[int], input: Tensor, layer:
 
 
 def is_sequence(op: Op, tensors: tuple) -> bool:
-    """Whether the residual of a call is a sequence."""
-    return isinstance(tensors[1], (tuple, list)) and op.takes[1].name == "residual"
+    """Whether the residual of a call, which needs one, is a sequence."""
+    named = op.named(tensors)
+    needed = any(port.name == RESIDUAL.name and port.needed for port in op.takes)
+    return needed and isinstance(named[RESIDUAL.name], (tuple, list))
 
 
 def spread(op: Op, tensors: tuple) -> tuple:
@@ -129,17 +131,16 @@ def spread(op: Op, tensors: tuple) -> tuple:
 
     Raises TypeError unless the sequence holds one or two tensors.
     """
-    names = [port.name for port in op.takes]
-    given = tensors[1]
+    named = op.named(tensors)
+    sequence = named[RESIDUAL.name]
     # Dynamo of PyTorch 2.9 finds no attributes of a nested tensor that is made inside a graph.
-    taken = [isinstance(t, Tensor) or hasattr(t, "__torch_function__") for t in given]
-    if "addend" in names and all(taken) and len(given) in (1, 2):
-        spread = list(tensors)
-        spread[1] = given[-1]
-        if len(given) == 2:
-            spread[names.index("addend")] = given[0]
-        return tuple(spread)
-    got = f"[{', '.join(map(kind_of, given))}]"
+    taken = [isinstance(t, Tensor) or hasattr(t, "__torch_function__") for t in sequence]
+    if ADDEND.name in named and all(taken) and len(sequence) in (1, 2):
+        named[RESIDUAL.name] = sequence[-1]
+        if len(sequence) == 2:
+            named[ADDEND.name] = sequence[0]
+        return tuple(named.values())
+    got = f"[{', '.join(map(kind_of, sequence))}]"
     raise wrong(op.name, "residual", "a Tensor or a sequence of one or two Tensors", got, TypeError)
 
 
@@ -156,9 +157,11 @@ def _sizes(op: str, sizes: Sequence[int], takes: str) -> tuple[int, ...]:
 def sizes_of(module: str, normalized_shape: object) -> tuple[int, ...]:
     """What a module takes as its normalized_shape, an int or sizes, as a tuple."""
     takes = "an int or a tuple of ints, from 0 on"
-    given = (normalized_shape,) if _is_size(normalized_shape) else normalized_shape
-    check_argument(module, "normalized_shape", given, isinstance(given, Iterable), takes)
-    sizes = _sizes(module, given, takes)
+    sizes_given = (normalized_shape,) if _is_size(normalized_shape) else normalized_shape
+    check_argument(
+        module, "normalized_shape", sizes_given, isinstance(sizes_given, Iterable), takes
+    )
+    sizes = _sizes(module, sizes_given, takes)
     if any(size < 0 for size in sizes):
         raise wrong(module, "normalized_shape", takes, sizes)
     return sizes
@@ -181,9 +184,9 @@ def _check_word(op: str, name: str, value: object, words: Sequence[str], where: 
 
 
 def _check_quantization(
-    op: str, hidden: int, options: dict, given: Tensor | None, input: Tensor
+    op: str, hidden: int, options: dict, scale: Tensor | None, input: Tensor
 ) -> dict:
-    """The options of a quantised norm, with the default layout where it is None. given: the scale
+    """The options of a quantised norm, with the default layout where it is None. scale: the one
     that the caller gives.
     """
     scaling, dtype, layout = options["scaling"], options["dtype"], options["layout"]
@@ -202,11 +205,11 @@ def _check_quantization(
         takes = f"a multiple of {group} elements with scaling={scaling!r}"
         raise wrong(op, "normalized_shape", takes, hidden)
     if scaling == "tensor":
-        check_tensor(op, "scale", given, "a Tensor of one float32 with scaling='tensor'")
-        if given.dtype != torch.float32 or given.numel() != 1 or given.device != input.device:
-            got = f"{list(given.shape)} {given.dtype} on {given.device}"
+        check_tensor(op, "scale", scale, "a Tensor of one float32 with scaling='tensor'")
+        if scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != input.device:
+            got = f"{list(scale.shape)} {scale.dtype} on {scale.device}"
             raise wrong(op, "scale", f"one torch.float32 on {input.device}", got)
-    elif given is not None:
+    elif scale is not None:
         takes = f"None with scaling={scaling!r}, which finds the scales"
         raise ValueError(f"{op}: argument 'scale' takes {takes}")
     return options | {"layout": layout}

@@ -79,9 +79,9 @@ def of_jagged(call: Callable, op: Op, tensors, normalized_shape, eps, asked, bac
         raise NotImplementedError(f"{op.name}: argument 'input' takes no nested tensor, got one")
     ragged = _check_jagged(op, tensors, normalized_shape)
     values = tuple([t.values() if has_nested((t,)) else t for t in tensors])
-    made = call(op.name, values, normalized_shape, eps, asked, backend)
+    results = call(op.name, values, normalized_shape, eps, asked, backend)
     nested, how = torch.nested.nested_tensor_from_jagged, (tensors[0].offsets(), None, ragged)
-    return tuple([r if r is None else nested(r, *how) for r in made[: op.shown]])
+    return tuple([r if r is None else nested(r, *how) for r in results[: op.shown]])
 
 
 def _same_sizes(a: Any, b: Any) -> bool:

@@ -79,8 +79,8 @@ class Explanation:
             lines.append(f"  {name}: {moved:,} bytes{chosen}")
             for step in steps:
                 hints, constants = (
-                    " ".join(f"{k}={v}" for k, v in given.items())
-                    for given in (step.hints, step.constants)
+                    " ".join(f"{k}={v}" for k, v in values.items())
+                    for values in (step.hints, step.constants)
                 )
                 lines.append(f"    {step.kernel} grid {step.grid} hints {hints or 'none'}")
                 lines.append(f"      {constants}")
@@ -100,15 +100,15 @@ def explain(op: str, *args, **kwargs) -> Explanation | ChainExplanation:
     module = functional_quantized if row.quantized else functional
     bound = inspect.signature(getattr(module, op)).bind(*args, **kwargs)
     bound.apply_defaults()
-    given = bound.arguments
+    arguments_of_call = bound.arguments
     if row.rotated:
-        _heads_last(given)
-    tensors = tuple([given.get(port.argument) for port in row.takes])
+        _heads_last(arguments_of_call)
+    tensors = tuple([arguments_of_call.get(port.argument) for port in row.takes])
     if arguments.is_sequence(row, tensors):
         tensors = arguments.spread(row, tensors)
-    asked = tuple([given[name] for name in row.options])
+    asked = tuple([arguments_of_call[name] for name in row.options])
     shape, eps, backend, input = (
-        given[name] for name in ("normalized_shape", "eps", "backend", "input")
+        arguments_of_call[name] for name in ("normalized_shape", "eps", "backend", "input")
     )
     options = arguments.check(row, tensors, shape, eps, asked, backend)
     what, sizes = specs_of_tensors(row, tensors, options), _sizes(row, tensors)
@@ -129,12 +129,14 @@ def explain(op: str, *args, **kwargs) -> Explanation | ChainExplanation:
     return ChainExplanation(norms[0], norms[1], refused)
 
 
-def _heads_last(given: dict) -> None:
+def _heads_last(arguments_of_call: dict) -> None:
     """Make what the function of rotated heads is given that which its op takes."""
-    if given["output_heads_first"] is None:
-        given["output_heads_first"] = given["heads_first"]
-    if given["heads_first"]:
-        given |= {name: arguments.heads_last(name, given[name]) for name in ("input", "key")}
+    if arguments_of_call["output_heads_first"] is None:
+        arguments_of_call["output_heads_first"] = arguments_of_call["heads_first"]
+    if arguments_of_call["heads_first"]:
+        arguments_of_call |= {
+            name: arguments.heads_last(name, arguments_of_call[name]) for name in ("input", "key")
+        }
 
 
 def _sizes(row: Op, tensors: tuple) -> Sizes | None:

@@ -56,13 +56,13 @@ def arguments(
     spec: NormSpec,
     needs: Needs | None,
     rows: int,
-    made: Callable[..., Tensor],
+    make: Callable[..., Tensor],
     groups: int = 1,
     sizes: Sizes | None = None,
 ) -> tuple[Any, ...]:
     """What a bound call takes. needs: of a backward pass; None is a forward pass.
 
-    made: returns a contiguous tensor, given its dtype and its shape. groups: of modulated rows.
+    make: returns a contiguous tensor, given its dtype and its shape. groups: of modulated rows.
     sizes: of heads that are rotated; None for those of sizes_of.
     """
     heads = sizes or (sizes_of(spec, rows) if spec.rotation else None)
@@ -74,7 +74,7 @@ def arguments(
         shape = dims.shape(port, planned, swapped)
         if port.number:  # as a forward pass returns them
             shape = (prod(shape),)
-        return None if dtype is None else made(dtype, *shape)
+        return None if dtype is None else make(dtype, *shape)
 
     return tuple([tensor(port, dtype) for port, dtype in tensors]), EPS
 
@@ -82,8 +82,8 @@ def arguments(
 def calls_of(plan: Plan, rows: int, groups: int = 1, sizes: Sizes | None = None) -> list[Call]:
     """The calls of a plan for contiguous tensors without memory. groups, sizes: as of arguments."""
     needs = getattr(plan, "needs", None)
-    given = arguments(plan.spec, needs, rows, _without_memory, groups, sizes)
-    return _recorded(lambda run: cutile.bind(plan, run)(*given))
+    tensors = arguments(plan.spec, needs, rows, _without_memory, groups, sizes)
+    return _recorded(lambda run: cutile.bind(plan, run)(*tensors))
 
 
 def _without_memory(dtype: str, *shape: int) -> Tensor:
@@ -119,8 +119,10 @@ def training_calls(
     for needs in asked:
         plan = plan_backward(spec, target, needs)
         for size in _size_classes(spec, training, plan):
-            for made in (inference, training, plan) if spec.differentiable else (inference,):
-                calls += calls_of(made, *size)
+            for plan_of_pass in (
+                (inference, training, plan) if spec.differentiable else (inference,)
+            ):
+                calls += calls_of(plan_of_pass, *size)
     return _distinct(calls)
 
 
@@ -235,15 +237,15 @@ def compile_call(call: Call, arch: str) -> Compiled:
     seconds = time.perf_counter() - start
     options = call.kernel._compiler_options
     hints = f"occupancy={options.occupancy} worker_warps={options.num_worker_warps}"
-    found = vars(resources(cubin))
-    return Compiled(kernel=call.kernel._pyfunc.__name__, hints=hints, seconds=seconds, **found)
+    used = vars(resources(cubin))
+    return Compiled(kernel=call.kernel._pyfunc.__name__, hints=hints, seconds=seconds, **used)
 
 
 def cubin_of(call: Call, arch: str) -> bytes:
     """The machine code of a call for an architecture, from cuTile's cache if it is there."""
     capability = divmod(int(arch.removeprefix("sm_")), 10)
-    made = signature(call.kernel, call.arguments)
-    cubin, *_ = call.kernel._compile(made, default_tile_context, capability)
+    named = signature(call.kernel, call.arguments)
+    cubin, *_ = call.kernel._compile(named, default_tile_context, capability)
     return cubin
 
 

@@ -92,7 +92,7 @@ def options_of(spec: NormSpec, terms: int = 1) -> str:
         (terms > 1, f"{terms} terms of dy"),
     )
     parts = [f"weight {spec.weight}", f"bias {spec.bias}", f"offset {spec.offset:g}"]
-    return ", ".join([*parts, *(text for given, text in further if given)])
+    return ", ".join([*parts, *(text for shown, text in further if shown)])
 
 
 def title(spec: NormSpec, terms: int = 1) -> str:

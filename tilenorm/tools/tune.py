@@ -335,10 +335,10 @@ class Trials:
             kind = getattr(torch, dtype)
             return torch.randn(shape, generator=generator, device=device, dtype=kind)
 
-        found = arguments(self.spec, self.needs, rows, normal)
+        tensors_and_eps = arguments(self.spec, self.needs, rows, normal)
         if self.needs is None:
-            return found
-        tensors, eps = found
+            return tensors_and_eps
+        tensors, eps = tensors_and_eps
         roles = ("dy", "dsum", *self.spec.kernel_reads)
         positive = [i for i, role in enumerate(roles) if role.endswith(("mean", "rstd"))]
         return tuple([t.abs() + 0.5 if i in positive else t for i, t in enumerate(tensors)]), eps

@@ -122,14 +122,14 @@ class Layouts(dict):
                 raise NotImplementedError(
                     f"{spec.op}: the kernels write up to {MOST_SCALES} scales, got {scales.count}"
                 )
-        made, written, shown, cleared = [], [], [], []
+        fresh, written, shown, cleared = [], [], [], []
         for place, result in enumerate(self._results):
             if result is None:
-                made.append(None)
+                fresh.append(None)
                 continue
             port, dtype = result
             new = Fresh.of(self._allocated(port, sizes, like, scales), dtype)
-            made.append(new)
+            fresh.append(new)
             if rows and spec.rotation:
                 written.append((place, dims.view(port, sizes), _strides_of(spec, port, new, sizes)))
             elif port.dims in AS_MATRICES:
@@ -147,10 +147,10 @@ class Layouts(dict):
                 cleared.append(place)
         for name, dtype in self.scratch:
             extents = self._scratch_shape(name, rows, groups) if rows else None
-            made.append(None if extents is None else Fresh.of(extents, dtype))
+            fresh.append(None if extents is None else Fresh.of(extents, dtype))
         lies = self._reading if spec.rotation is None else self._heads_reading(sizes, named, rows)
         views = tuple(written), tuple(shown)
-        return Layout(rows, groups, tuple(made), *views, lies, tuple(cleared))
+        return Layout(rows, groups, tuple(fresh), *views, lies, tuple(cleared))
 
     def _rows(self, sizes: dims.Sizes, named: dict[str, dims.Shaped]) -> Any:
         """How many rows; where heads are rotated the Sizes, or () if there are none."""

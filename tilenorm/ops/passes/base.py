@@ -85,8 +85,8 @@ class Pass:
         return key
 
     def __call__(self, tensors: Sequence[Any], eps: Any) -> Sequence[Tensor | None]:
-        made = self.repeated(tensors, eps)
-        return self.cold(tensors, eps) if made is None else made
+        results = self.repeated(tensors, eps)
+        return self.cold(tensors, eps) if results is None else results
 
     def repeated(self, tensors: Sequence[Any], eps: Any) -> Sequence[Tensor | None] | None:
         """The same by the launches of an earlier call; None, and nothing that counts is done, where
@@ -116,17 +116,17 @@ class Pass:
                 return None
         if every % VECTOR_BYTES:
             return None
-        made: list = []
+        fresh_tensors: list = []
         for how in fresh:
             if how is None:
-                made.append(None)
+                fresh_tensors.append(None)
                 starts.append(0)
             else:
                 tensor = empty(*how)
-                made.append(tensor)
+                fresh_tensors.append(tensor)
                 starts.append(tensor.data_ptr())
         for place in cleared:
-            made[place].zero_()
+            fresh_tensors[place].zero_()
         if tensor.get_device() != index:  # the last one made: another device is the current one
             return None
         failed = not idle
@@ -141,8 +141,8 @@ class Pass:
         if failed and not launch(stream(index), starts):
             return None
         for place, *how in shown:
-            made[place] = shown_as(made[place], *how)
-        return tuple(made[:results])
+            fresh_tensors[place] = shown_as(fresh_tensors[place], *how)
+        return tuple(fresh_tensors[:results])
 
     def cold(self, tensors: Sequence[Tensor | None], eps: Any) -> Sequence[Tensor | None]:
         """The same by the implementation's function. What repeats a call is prepared when it comes
@@ -154,8 +154,8 @@ class Pass:
                 return served.run(tensors, eps)
             key, ready = self.key(tensors, eps), self.ready
             if ready.get(key, served) is None:
-                made, ready[key] = served.run.prepared(tensors, eps)
-                return made
+                results, ready[key] = served.run.prepared(tensors, eps)
+                return results
             if len(ready) < MOST_CALLS:
                 ready.setdefault(key, None)
             return served.run(tensors, eps)
@@ -184,7 +184,7 @@ class Gradients:
         self, passes: Sequence[tuple[Pass, tuple[int, ...], int | None]], gives: Sequence[int]
     ):
         self.passes, self.gives, self.plain = tuple(passes), tuple(gives), Plain()
-        self._each = [(run, itemgetter(*reads), own) for run, reads, own in passes]
+        self._each = [(run, itemgetter(*reads), which_eps) for run, reads, which_eps in passes]
         # With None in front, as autograd's Function returns it.
         self._take: Callable[[Sequence], tuple] = itemgetter(NONE, *gives)
 
@@ -192,9 +192,9 @@ class Gradients:
         """None and the gradients. every: a list, which gets what stands at each place."""
         every = [] if every is None else every
         every += None, *grads, *saved
-        for run, read, own in self._each:
-            given, of = read(every), eps if own is None else eps[own]
-            if (made := run.repeated(given, of)) is None:
-                made = run.cold(given, of)
-            every += made
+        for run, read, which_eps in self._each:
+            tensors, of = read(every), eps if which_eps is None else eps[which_eps]
+            if (results := run.repeated(tensors, of)) is None:
+                results = run.cold(tensors, of)
+            every += results
         return self._take(every)

@@ -70,9 +70,9 @@ class OpSpecs:
             i for i, port in enumerate(self.op.makes[:count]) if not port.grad
         ]
 
-    def unsaved(self, made: Sequence) -> list:
+    def unsaved(self, results: Sequence) -> list:
         """The results, with None for mean and rstd, in whose place an op returns empty tensors."""
-        pairs = zip(self.op.makes, made, strict=True)
+        pairs = zip(self.op.makes, results, strict=True)
         return [None if port.number else t for port, t in pairs]
 
     def eps_of(self, eps: Any) -> tuple[float, ...]:
@@ -225,13 +225,13 @@ class Bound(OpSpecs):
         names = [port.name for port in self.op.takes]
 
         def apart(tensors, eps):
-            made = dict(zip(names, tensors, strict=True))
-            for norm, stage, own in zip(self.norms, self.op.stages, eps, strict=True):
+            named = dict(zip(names, tensors, strict=True))
+            for norm, stage, norm_eps in zip(self.norms, self.op.stages, eps, strict=True):
                 row = OPS[stage.op]
-                taken = tuple([made.get(stage.ports.get(role)) for role in row.roles])
-                results = zip(row.made, norm.forward(save)(taken, own), strict=True)
-                made |= {stage.ports[role]: t for role, t in results if role in stage.ports}
-            return tuple([made.get(port.name) for port in self.op.makes])
+                taken = tuple([named.get(stage.ports.get(role)) for role in row.roles])
+                results = zip(row.made, norm.forward(save)(taken, norm_eps), strict=True)
+                named |= {stage.ports[role]: t for role, t in results if role in stage.ports}
+            return tuple([named.get(port.name) for port in self.op.makes])
 
         return apart
 
@@ -323,13 +323,13 @@ class BoundNorm:
         """spec: of the backward pass."""
         return self._pass(lambda by: by.backward(spec, self.device, needs))
 
-    def _pass(self, found: Callable[[Implementation], Callable]) -> Pass:
+    def _pass(self, bind: Callable[[Implementation], Callable]) -> Pass:
         def find() -> Served:
             chosen = self.implementation
-            return Served(found(chosen), partial(self.replace, chosen))
+            return Served(bind(chosen), partial(self.replace, chosen))
 
-        self._passes.append(made := Pass(find))
-        return made
+        self._passes.append(new := Pass(find))
+        return new
 
     def replace(self, broken: Implementation, error: CompileError) -> None:
         """Have what select now finds serve. It warns, or raises if `broken` was asked for."""
@@ -337,8 +337,8 @@ class BoundNorm:
             if self.implementation is broken:
                 record_failure(broken.name, self.spec, self.device, error)
                 self.implementation = select(self.spec, 0, self.device, self.backend)
-                for each in self._passes:
-                    each.reset()
+                for run in self._passes:
+                    run.reset()
                 native.state().forget()
 
 

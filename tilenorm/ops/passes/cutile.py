@@ -5,7 +5,6 @@ of the input, and keeps it.
 """
 
 from collections.abc import Callable, Sequence
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from ...launch.plan import BackwardPlan, ForwardPlan, chain_refused, plan_backwa
 from ...launch.target import Target
 from ...launch.toolchain import CompileError
 from ...spec import NormSpec
-from ...table import GIVEN, OPS, SCALE
+from ...table import GIVEN, SCALE
 from ..pytorch import torch_private
 from ..pytorch.torch_private import reinterpret
 from . import native, ports
@@ -99,25 +98,25 @@ class Kernels:
     def _launched(self, tensors: Sequence[Tensor | None], eps: float) -> tuple:
         x: Any = tensors[self.input]
         layout = self._layouts.of(tensors)
-        made = [None if how is None else fresh(x, *how) for how in layout.made]
+        tensors_made = [None if how is None else fresh(x, *how) for how in layout.made]
         for place in layout.cleared:
-            made[place].zero_()
+            tensors_made[place].zero_()
         launched: tuple = ()
         if layout.rows:
-            written = [*made]
+            written = [*tensors_made]
             for place, shape, strides in layout.written:
-                written[place] = reinterpret(made[place], shape, strides)
+                written[place] = reinterpret(tensors_made[place], shape, strides)
             read = self._layouts.as_read(tensors, self._plan.spec, layout.reading)
             arrays = self._arrays_of(read, written)
             launches = self._plan.launches(layout.rows, eps, *layout.groups)
             self._run(launches, arrays, index := x.get_device())
             launched = launches, arrays, read, index
         for place, *how in layout.shown:
-            made[place] = shown_as(made[place], *how)
+            tensors_made[place] = shown_as(tensors_made[place], *how)
         for place, of in self._parameters:
-            if made[place].shape != tensors[of].shape:  # which is in no key
-                made[place], launched = shaped_as(made[place], tensors[of]), ()
-        return tuple(made[: self._results]), layout, *launched
+            if tensors_made[place].shape != tensors[of].shape:  # which is in no key
+                tensors_made[place], launched = shaped_as(tensors_made[place], tensors[of]), ()
+        return tuple(tensors_made[: self._results]), layout, *launched
 
 
 def repeat_of(
@@ -135,9 +134,9 @@ def repeat_of(
     """
     extension = native.state().extension
     if extension is not None:
-        made = [how and tuple(how) for how in layout.made]
+        fresh_tensors = [how and tuple(how) for how in layout.made]
         launches = getattr(launch, "launches", launch)
-        places = list(grouped), made, layout.cleared, layout.shown
+        places = list(grouped), fresh_tensors, layout.cleared, layout.shown
         return extension.repeat(index, primary_context(index), reads, *places, results, launches)
     empty = torch_private.empty_strided_cuda if index >= 0 else _empty_strided_cpu
     how = layout.made, layout.cleared, layout.shown, frozenset(grouped), index, results
@@ -163,20 +162,20 @@ def bind_cast_apart(spec: NormSpec, plan: ForwardPlan, run: Run = on_device) -> 
     """A forward pass of a quantised norm: the kernels of the norm, and PyTorch's operations for the
     cast. plan: of the norm.
     """
-    op, plain = OPS[spec.op], OPS[plan.spec.op]
 
     def failed(error: CompileError) -> None:
         raise error
 
+    op, plain = spec.row, plan.spec.row
     normalize = Pass(lambda: Served(bind_forward(plan, run), failed))
-    # The norm takes tensors that a quantised norm has not: they are absent.
-    taken = itemgetter(*[op.roles.index(r) if r in op.roles else -1 for r in plain.roles])
-    given = op.roles.index("given_scale")
 
     def cast_apart(tensors: tuple, eps: float) -> tuple:
-        found = dict(zip(plain.made, normalize(taken((*tensors, None)), eps), strict=True))
-        found = with_codes(spec, found, tensors[given])
-        return tuple([found[role] for role in op.made])
+        by_role = op.by_role(tensors)
+        # The norm takes tensors that a quantised norm has not: they are absent.
+        taken = tuple([by_role.get(role) for role in plain.roles])
+        results = dict(zip(plain.made, normalize(taken, eps), strict=True))
+        results = with_codes(spec, results, by_role[GIVEN.role])
+        return tuple([results[role] for role in op.made])
 
     return cast_apart
 

@@ -39,21 +39,21 @@ class Step(NamedTuple):
         a skip's gradient, and None behind it.
         """
         spec, shared = self.spec, 0 if self.spec.shares_dx else 1
-        own = {"residual": shared, "addend": 0 if addend_as(spec) == "x" else shared}
-        return {role: i for i, role in enumerate((*spec.derived, "skip", None))} | own
+        others = {"residual": shared, "addend": 0 if addend_as(spec) == "x" else shared}
+        return {role: i for i, role in enumerate((*spec.derived, "skip", None))} | others
 
     @property
     def is_pass(self) -> bool:
         """Whether every gradient that is asked for is one that a backward pass returns, or dy."""
         spec = self.spec
         third = "addend" in self.asked and spec.addend not in (spec.dtype, spec.residual)
-        given = self.dy is not None or spec.rotation is not None
-        return given and not third and LAYER_SCALE.role not in self.asked
+        comes = self.dy is not None or spec.rotation is not None
+        return comes and not third and LAYER_SCALE.role not in self.asked
 
-    def by_role(self, found: Sequence, dy: Tensor, saved: Sequence) -> dict[str, Tensor | None]:
-        """The gradients that are asked for. found: what a backward pass returns."""
+    def by_role(self, gradients: Sequence, dy: Tensor, saved: Sequence) -> dict[str, Tensor | None]:
+        """The gradients that are asked for. gradients: what a backward pass returns."""
         spec, gradient_index = self.spec, self.gradient_index
-        every = *found[: len(self.needs.gradients)], dy, None
+        every = *gradients[: len(self.needs.gradients)], dy, None
         grads = {
             role: every[gradient_index[role]] for role in self.asked if role != LAYER_SCALE.role
         }
@@ -121,20 +121,20 @@ def run_steps(
     of Needs.gradients, given a step, dy, dsum, the tensors that were saved for it and its eps.
     """
     by_name = dict(zip([port.name for port in op.makes], grads, strict=False))
-    found: dict[str, Tensor | None] = {}
+    by_port: dict[str, Tensor | None] = {}
     for step in steps:
         kept = saved[step.kept]
         dy, dsum = by_name.get(step.dy), by_name.get(step.dsum)
         if dy is None and not op.rotated:
-            given = through_sum(step.spec, step.asked, dsum, named(step.spec, kept))
+            by_role = through_sum(step.spec, step.asked, dsum, named(step.spec, kept))
         else:
             grads = (None,) * len(step.needs.gradients)
             if any(step.needs.gradients):
                 grads = run(step, dy, dsum, kept, eps[step.place])
-            given = step.by_role(grads, dy, kept)
-        there = {name: given[role] for role, name in step.asked.items()}
-        found, by_name = found | there, by_name | there
-    return tuple([found.get(port.name) for port in op.takes])
+            by_role = step.by_role(grads, dy, kept)
+        new = {name: by_role[role] for role, name in step.asked.items()}
+        by_port, by_name = by_port | new, by_name | new
+    return tuple([by_port.get(port.name) for port in op.takes])
 
 
 def through_sum(

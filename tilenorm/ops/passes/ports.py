@@ -27,13 +27,13 @@ def results(spec: NormSpec, save: bool) -> Results:
     if how is not None:
         asked |= {"return_output": how.output, "return_amax": how.amax}
         dtypes |= {"dtype": how.dtype, "scale": how.scale_dtype, AMAX.like: BITS}
-    made: Results = []
+    written: Results = []
     for port in spec.row.makes:
         absent = not asked[port.when] or dtypes.get(port.unless) is not None
         absent = absent or (port.given != "" and dtypes[port.given] is None)
         dtype = "float32" if port.number else dtypes[port.like]
-        made.append(None if absent else (port, dtype or spec.dtype))
-    return made
+        written.append(None if absent else (port, dtype or spec.dtype))
+    return written
 
 
 def read(spec: NormSpec, needs: Needs, kernel_reads: Sequence[str] = ()) -> Tensors:

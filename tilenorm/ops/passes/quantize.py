@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 
 from ...launch.scales import TILE_GROUPS, TILE_ROWS, Scales
 from ...spec import FP8, NormSpec, Quantization
+from ...table import OPS
 from ..pytorch.sizes import known
 from .reading import shown_as
 
@@ -34,10 +35,12 @@ class QuantizedNorm(NamedTuple):
     residual_out: Tensor | None = None
 
     @classmethod
-    def of(cls, made: Sequence, given: Tensor | None, total: Tensor | None) -> "QuantizedNorm":
-        """Of an op's results, the caller's scale, and the sum with the residual."""
-        q, scale, amax, output, *_ = made
-        return cls(q, scale if given is None else given, output, amax, total)
+    def of(cls, op: str, results: Sequence, scale: Tensor | None) -> "QuantizedNorm":
+        """Of the name of an op, its results, and the caller's scale."""
+        by_role = dict(zip(OPS[op].made, results, strict=False))  # users get no statistics
+        own_scale = by_role["scale"] if scale is None else scale
+        rows = by_role["y"], by_role["amax"], by_role.get("sum")
+        return cls(by_role["q"], own_scale, *rows)
 
 
 def quantize(

@@ -71,10 +71,10 @@ def lie_as_read(tensors: Sequence[Tensor | None], read: Sequence, grouped: Seque
     """Whether the kernels read each tensor in place, as what it is if it is contiguous. read: what
     as_read returned. grouped: the places of tensors that may have any strides.
     """
-    for place, (t, own) in enumerate(zip(tensors, read, strict=True)):
+    for place, (t, as_kernel_reads) in enumerate(zip(tensors, read, strict=True)):
         if t is not None:
             start = t.data_ptr()
-            if start % VECTOR_BYTES or start != own.data_ptr():
+            if start % VECTOR_BYTES or start != as_kernel_reads.data_ptr():
                 return False
             if not (t.is_contiguous() or place in grouped):
                 return False
@@ -128,9 +128,9 @@ def shaped_as(fresh: Tensor, like: Tensor) -> Tensor:
     return reinterpret(fresh, tuple(like.shape), strides)  # PyTorch 2.14 takes no torch.Size
 
 
-def shown_as(made: Tensor, shape: tuple, strides: tuple, dtype: torch.dtype) -> Tensor:
+def shown_as(written: Tensor, shape: tuple, strides: tuple, dtype: torch.dtype) -> Tensor:
     """Another view of the memory of what was written, from its start."""
-    shaped = made.as_strided(shape, strides)
+    shaped = written.as_strided(shape, strides)
     return shaped if shaped.dtype == dtype else shaped.view(dtype)
 
 

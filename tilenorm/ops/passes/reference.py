@@ -35,34 +35,34 @@ def bind_forward(spec: NormSpec) -> Callable | None:
     if spec.inner is not None:
         return None
     op, plain, how = OPS[spec.op], spec.unquantized, spec.quantized
-    roles, made, has_operator = op.roles, op.made, _has_operator(spec)
+    roles, made_roles, has_operator = op.roles, op.made, _has_operator(spec)
 
     def forward(tensors: tuple, eps: float) -> tuple:
-        given, x = dict(zip(roles, tensors, strict=True)), tensors[0]
-        positions = given.get("positions")
+        named, x = dict(zip(roles, tensors, strict=True)), tensors[0]
+        positions = named.get("positions")
         if positions is not None and positions.is_cpu:  # PyTorch takes negative ones from the end
-            check_positions(positions, given["cos"])
+            check_positions(positions, named["cos"])
         if has_operator and x.is_cpu and x.numel():
-            found = _by_operator(plain, given, eps)
+            results = _by_operator(plain, named, eps)
         else:
-            found = formula(plain, given, eps)
-            fresh = {role: found[role] for role in ("y", "key_y") if role in found}
-            found |= {role: reshaped(y, y.shape) for role, y in fresh.items()}
+            results = formula(plain, named, eps)
+            fresh = {role: results[role] for role in ("y", "key_y") if role in results}
+            results |= {role: reshaped(y, y.shape) for role, y in fresh.items()}
         if how is not None:
-            found = with_codes(spec, found, given["given_scale"])
-        return tuple(map(found.get, made))
+            results = with_codes(spec, results, named["given_scale"])
+        return tuple(map(results.get, made_roles))
 
     return forward
 
 
-def _by_operator(spec: NormSpec, given: Given, eps: float) -> Given:
+def _by_operator(spec: NormSpec, tensors: Given, eps: float) -> Given:
     """What formula returns, by PyTorch's own operator."""
-    x, skip = given["x"], given.get("skip")
-    total = total_of(spec, given) if spec.residual else None
+    x, skip = tensors["x"], tensors.get("skip")
+    total = total_of(spec, tensors) if spec.residual else None
     rows = rows_of(x if total is None else total, spec, x.dtype).reshape(-1, spec.hidden)
-    hidden, mean, weight = (spec.hidden,), None, given["weight"]
+    hidden, mean, weight = (spec.hidden,), None, tensors["weight"]
     if spec.norm == "layer":
-        parameters = _fast_parameters(spec, weight, given["bias"], statistics_dtype(x))
+        parameters = _fast_parameters(spec, weight, tensors["bias"], statistics_dtype(x))
         y, mean, rstd = torch.native_layer_norm(rows, hidden, *parameters, eps)
         mean = mean.view(-1)
     else:
@@ -73,46 +73,46 @@ def _by_operator(spec: NormSpec, given: Given, eps: float) -> Given:
     return {"y": y, "sum": total, "mean": mean, "rstd": rstd.view(-1)}
 
 
-def formula(spec: NormSpec, given: Given, eps: float) -> Given:
+def formula(spec: NormSpec, tensors: Given, eps: float) -> Given:
     """y, sum, mean and rstd by name, of differentiable operations alone; mean and rstd are (rows,).
 
-    given: the tensors of the norm by their roles.
+    tensors: those of the norm by their roles.
     """
     if spec.rotation:
-        return _rotated(spec, given, eps)
-    x, gate, skip = given["x"], given.get("gate"), given.get("skip")
-    total = total_of(spec, given)
-    dtype = statistics_dtype(x, given.get("residual"))
+        return _rotated(spec, tensors, eps)
+    x, gate, skip = tensors["x"], tensors.get("gate"), tensors.get("skip")
+    total = total_of(spec, tensors)
+    dtype = statistics_dtype(x, tensors.get("residual"))
     rows = rows_of(x if total is None else total, spec, dtype)
     z = None if gate is None else rows_of(gate, spec, dtype)
     x_hat, mean, rstd = _normalize(spec, rows, z, eps)
-    y = affine(spec, x_hat, given.get("weight"), given.get("bias"), x.dtype)
+    y = affine(spec, x_hat, tensors.get("weight"), tensors.get("bias"), x.dtype)
     if z is not None and not spec.gate_first:
         y = y * act(spec, z)
-    y = modulated(y, given.get("mod_scale"), given.get("mod_shift"))
+    y = modulated(y, tensors.get("mod_scale"), tensors.get("mod_shift"))
     y = y.to(x.dtype).reshape(x.shape)
     y = y if skip is None else sum_of(y, skip)
     mean = None if mean is None else mean.reshape(-1)
     return {"y": y, "sum": total, "mean": mean, "rstd": rstd.reshape(-1)}
 
 
-def _rotated(spec: NormSpec, given: Given, eps: float) -> Given:
+def _rotated(spec: NormSpec, tensors: Given, eps: float) -> Given:
     """The formula of heads that are rotated."""
-    dtype, early, found = statistics_dtype(given["x"]), spec.rounding == "early", {}
-    turns = _turns(spec, given, dtype)
+    dtype, early, results = statistics_dtype(tensors["x"]), spec.rounding == "early", {}
+    turns = _turns(spec, tensors, dtype)
     for norm, key in zip(spec.rotated_norms, ("", "key_"), strict=False):
-        x = given["key" if key else "x"]
+        x = tensors["key" if key else "x"]
         x_hat, _, rstd = _normalize(norm, rows_of(x, norm, dtype), None, eps)
-        rows = affine(norm, x_hat, given.get(f"{key}weight"), None, x.dtype).reshape(x.shape)
+        rows = affine(norm, x_hat, tensors.get(f"{key}weight"), None, x.dtype).reshape(x.shape)
         del x_hat
         y = rotate(spec.rotation, rows, turns, x.dtype, early)
         y = y.transpose(1, 2).contiguous() if spec.rotation.heads_first else y
-        found |= {f"{key}y": y, f"{key}rstd": rstd.reshape(-1)}
-    return found
+        results |= {f"{key}y": y, f"{key}rstd": rstd.reshape(-1)}
+    return results
 
 
-def _turns(spec: NormSpec, given: Given, dtype: torch.dtype) -> Turns:
-    cos, sin, positions = map(given.get, ("cos", "sin", "positions"))
+def _turns(spec: NormSpec, tensors: Given, dtype: torch.dtype) -> Turns:
+    cos, sin, positions = map(tensors.get, ("cos", "sin", "positions"))
     return Turns.of(spec.rotation, cos, sin, positions, dtype)
 
 
@@ -137,17 +137,17 @@ def backward(
     dsum: Tensor | None,
     saved: Given,
     eps: float = 0.0,
-    more: Sequence[Tensor] = (),
+    terms: Sequence[Tensor] = (),
 ) -> tuple[Tensor | None, ...]:
     """The gradients that are needed, in the order of Needs.gradients, contiguous, and behind them y
     if it is needed.
 
     saved: the tensors of NormSpec.kernel_reads by their roles; without rstd, as a differentiable
-    function of x too. more: what is added to dy, term by term.
+    function of x too. terms: what is added to dy, term by term.
     """
     if spec.rotation:
         return _rotated_backward(spec, needs, (dy, dsum), saved, eps)
-    for term in more:
+    for term in terms:
         dy = dy + term  # rounded to its dtype, as autograd's own sums are
     x, gate, weight, bias, mean, rstd = map(saved.get, ROLES)
     dtype = statistics_dtype(dy, x)
@@ -190,9 +190,9 @@ def backward(
         dx = dx + rows_of(dsum, spec, dtype)
     if spec.modulated:
         by_group += (group_gradient(spec, dx, saved) if needs.dmod_gate else None,)
-    own = dy if spec.residual else x
+    like_x = dy if spec.residual else x
     grads = (
-        of_input(spec, dx.to(own.dtype).reshape(own.shape), dx, saved) if needs.dx else None,
+        of_input(spec, dx.to(like_x.dtype).reshape(like_x.shape), dx, saved) if needs.dx else None,
         dx.to(x.dtype).reshape(x.shape) if needs.dresidual else None,
         dgate.to(gate.dtype).reshape(gate.shape) if needs.dgate else None,
         dw.to(weight.dtype).reshape(weight.shape) if needs.dw else None,
@@ -209,14 +209,14 @@ def _rotated_backward(
     how, dtype = spec.rotation, statistics_dtype(saved["x"])
     turns, grads = _turns(spec, saved, dtype), dict.fromkeys(("", "key_"), (None,) * 5)
     asked = (needs.dx, needs.dw), (needs.dkey, needs.dkey_weight)
-    each = zip(spec.rotated_norms, ("", "key_"), dys, asked, strict=False)
-    for norm, key, dy, of in each:
+    parts = zip(spec.rotated_norms, ("", "key_"), dys, asked, strict=False)
+    for norm, key, dy, of in parts:
         if any(of):
             dy = dy.transpose(1, 2) if how.heads_first else dy
             turned = rotate_back(how, dy.to(dtype), turns)
-            own = {"x": saved["key" if key else "x"], "weight": saved.get(f"{key}weight")}
-            own["rstd"] = saved.get(f"{key}rstd")
-            grads[key] = backward(norm, Needs(*of), turned, None, own, eps)
+            of_part = {"x": saved["key" if key else "x"], "weight": saved.get(f"{key}weight")}
+            of_part["rstd"] = saved.get(f"{key}rstd")
+            grads[key] = backward(norm, Needs(*of), turned, None, of_part, eps)
     dkey, _, _, dkey_weight, _ = grads["key_"]
     return *grads[""], dkey, dkey_weight
 
@@ -264,8 +264,8 @@ def by_groups(rows: Tensor, parameter: Tensor, function: Callable) -> Tensor:
     """
     if known(parameter.numel() == 0) or known(rows.numel() == 0):
         return rows
-    each = _in_groups(rows, parameter)
-    return function(each, parameter.reshape(-1, 1, rows.shape[-1])).reshape(rows.shape)
+    grouped = _in_groups(rows, parameter)
+    return function(grouped, parameter.reshape(-1, 1, rows.shape[-1])).reshape(rows.shape)
 
 
 def sums_by_group(rows: Tensor, like: Tensor) -> Tensor:
@@ -279,10 +279,10 @@ def _in_groups(rows: Tensor, like: Tensor) -> Tensor:
     """Rows as (groups, rows of a group, hidden). like: a tensor that lies by group."""
     hidden = rows.shape[-1]
     count, groups = rows.numel() // hidden, like.numel() // hidden
-    each = count // groups
-    if not known(each * groups == count):  # a graph's groups, of which none may be left
-        each = count // torch.sym_max(groups, 1)
-    return rows.reshape(groups, each, hidden)
+    rows_of_group = count // groups
+    if not known(rows_of_group * groups == count):  # a graph's groups, of which none may be left
+        rows_of_group = count // torch.sym_max(groups, 1)
+    return rows.reshape(groups, rows_of_group, hidden)
 
 
 def gated(spec: NormSpec, x: Tensor, gate: Tensor | None, other: Tensor) -> Tensor:
@@ -386,19 +386,19 @@ def _fast_parameters(
     return weight, bias if bias is None else bias.to(dtype).reshape(-1)
 
 
-def total_of(spec: NormSpec, given: Given) -> Tensor | None:
+def total_of(spec: NormSpec, tensors: Given) -> Tensor | None:
     """The sum that is normalised, if there is a residual."""
-    x, residual = given["x"], given.get("residual")
+    x, residual = tensors["x"], tensors.get("residual")
     mask, vector, gate = (
-        given.get(DROPOUT_MASK.role),
-        given.get(LAYER_SCALE.role),
-        given.get("mod_gate"),
+        tensors.get(DROPOUT_MASK.role),
+        tensors.get(LAYER_SCALE.role),
+        tensors.get("mod_gate"),
     )
     if mask is not None or vector is not None:
         x = branched(spec, x, mask, vector)
     if gate is not None:  # the product is not rounded
         x = gated(spec, x, gate, x.to(statistics_dtype(x, residual)))
-    return sum_of(x, residual, given.get("addend"))
+    return sum_of(x, residual, tensors.get("addend"))
 
 
 def sum_of(x: Tensor, residual: Tensor | None, addend: Tensor | None = None) -> Tensor | None:

@@ -36,17 +36,17 @@ class Call(Function):
         eps, bound, run = how
         if not bound.differentiable:
             refuse_gradient(bound.op, bound.options)
-        made = None if bound.gradients is None else run.repeated(tensors, eps)
-        if made is None:
-            made = run(tensors, eps)
-        saved = made if bound.save else bound.unsaved(made)
+        results = None if bound.gradients is None else run.repeated(tensors, eps)
+        if results is None:
+            results = run(tensors, eps)
+        saved = results if bound.save else bound.unsaved(results)
         ctx.save_for_backward(*bound.autograd_saves((*tensors, *saved)))
         if bound.not_differentiable:
-            fixed = [made[i] for i in bound.not_differentiable if made[i] is not None]
+            fixed = [results[i] for i in bound.not_differentiable if results[i] is not None]
             ctx.mark_non_differentiable(*fixed)
         ctx.set_materialize_grads(False)
         ctx.how = how
-        return tuple(made[: bound.returned])
+        return tuple(results[: bound.returned])
 
     @staticmethod
     def backward(ctx, *grads):
@@ -70,12 +70,12 @@ def gradients(
     op = what.op
     steps = what.steps(tuple(asked), *[grad is not None for grad in grads[: op.shown]])
 
-    def run(step: Step, dy: Tensor, dsum: Tensor | None, kept: Sequence, own: float):
+    def run(step: Step, dy: Tensor, dsum: Tensor | None, kept: Sequence, norm_eps: float):
         spec, by_role = step.spec, named(step.spec, kept)
         if needs_grad(dy, dsum, *by_role.values()):
             again = by_role | dict.fromkeys(reference.STATISTICS)
-            return reference.backward(spec, step.needs, dy, dsum, again, own)
-        return by_op(what, spec, step, dy, dsum, by_role, own)
+            return reference.backward(spec, step.needs, dy, dsum, again, norm_eps)
+        return by_op(what, spec, step, dy, dsum, by_role, norm_eps)
 
     return run_steps(op, steps, grads, saved, what.eps_of(eps), run)
 
@@ -90,17 +90,17 @@ def by_op(
         )
     row, asked = spec.backward, step.needs.gradients
     mask = [asked[place] for place in row.gradient_index[: len(row.masked)]]
-    given = {**spec.options._asdict(), "shift": spec.mod_shift, "eps": eps, "output_mask": mask}
-    given |= {"added": spec.residual is not None, "backend": what.backend, "output": False}
+    arguments = {**spec.options._asdict(), "shift": spec.mod_shift, "eps": eps, "output_mask": mask}
+    arguments |= {"added": spec.residual is not None, "backend": what.backend, "output": False}
     if how := spec.rotation:
-        given |= {"rotary_dim": how.dim, "interleaved": how.interleaved}
-        given["output_heads_first"] = how.heads_first
+        arguments |= {"rotary_dim": how.dim, "interleaved": how.interleaved}
+        arguments["output_heads_first"] = how.heads_first
     tensors = {**by_role, "dy": dy, "dsum": dsum}
-    given |= {port.name: tensors.get(port.role) for port in row.tensors}
+    arguments |= {port.name: tensors.get(port.role) for port in row.tensors}
     op = getattr(torch.ops.tilenorm, row.name)
-    made = op(*[given[argument] for argument in row.arguments])
-    found = dict(zip(row.gradient_index, made, strict=True))
-    return [found.get(place) for place in range(len(asked))]
+    results = op(*[arguments[argument] for argument in row.arguments])
+    by_index = dict(zip(row.gradient_index, results, strict=True))
+    return [by_index.get(place) for place in range(len(asked))]
 
 
 # For eager calls, which no transform sees. The ops take Call.apply.

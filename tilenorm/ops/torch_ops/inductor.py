@@ -78,24 +78,24 @@ def _bound(op: str, node, arguments: list[str], wrapper) -> str | None:
     options are known.
     """
     schema = getattr(torch.ops.tilenorm, op).default._schema.arguments
-    given = {a.name: repr(a.default_value) for a in schema}
+    values = {a.name: repr(a.default_value) for a in schema}
     positional = [a for a in arguments if "=" not in a]
-    given |= zip(given, positional, strict=False)
-    given |= dict(a.split("=", 1) for a in arguments[len(positional) :])
+    values |= zip(values, positional, strict=False)
+    values |= dict(a.split("=", 1) for a in arguments[len(positional) :])
     tensors = [a.name for a in schema if "Tensor" in str(a.type)]
-    options = {name: value for name, value in given.items() if name not in tensors}
+    options = {name: value for name, value in values.items() if name not in tensors}
     if not all(map(_is_constant, options.values())):
         return None
-    taken = tensors_of(op, [name for name in tensors if given[name] != "None"])
+    taken = tensors_of(op, [name for name in tensors if values[name] != "None"])
     named = ", ".join(f"{name}={value}" for name, value in options.items())
-    made = f"inductor.bind({op!r}, {taken}, {named})"
+    call = f"inductor.bind({op!r}, {taken}, {named})"
     # Each kind of call has a function of its own, which finds what serves once.
     layouts = [f"{i.get_dtype()} {i.get_device()} {i.get_size()}" for i in node.inputs]
-    there = [given[name] != "None" for name in taken]
-    name = f"{op}_{sha256(f'{made}{layouts}{there}'.encode()).hexdigest()[:12]}"
+    present = [values[name] != "None" for name in taken]
+    name = f"{op}_{sha256(f'{call}{layouts}{present}'.encode()).hexdigest()[:12]}"
     wrapper.add_import_once("from tilenorm.ops.torch_ops import inductor")
-    wrapper.add_import_once(f"{name} = {made}")
-    return f"{name}({', '.join(given[name] for name in taken)})"
+    wrapper.add_import_once(f"{name} = {call}")
+    return f"{name}({', '.join(values[name] for name in taken)})"
 
 
 def _is_constant(value: str) -> bool:
@@ -120,14 +120,14 @@ def _generation() -> str:
     return f"tilenorm-{sha256(code).hexdigest()[:16]}"
 
 
-def tensors_of(op: str, given: Sequence[str]) -> tuple[str, ...]:
+def tensors_of(op: str, present: Sequence[str]) -> tuple[str, ...]:
     """The names of the tensors that a bound function of an op takes, where tensors of the names
-    `given` are there.
+    `present` are there.
     """
     if op in OPS:
         return tuple(port.name for port in OPS[op].takes)
     row = BACKWARD[op]
-    return tuple(p.name for p in row.tensors if p not in row.takes_late or p.name in given)
+    return tuple(p.name for p in row.tensors if p not in row.takes_late or p.name in present)
 
 
 def bind(op: str, taken: tuple[str, ...], **options) -> Callable:
@@ -141,7 +141,7 @@ def forward(name: str, *, hidden: int, save: bool, backend: str | None, **option
     op = OPS[name]
     eps = tuple(options.pop(of) for of in op.eps)
     asked = (hidden, *(options[of] for of in op.options))
-    most, own = MAX_ROWS * hidden, eps if op.calls else eps[0]
+    most, bound_eps = MAX_ROWS * hidden, eps if op.calls else eps[0]
     numbers = [(i, port) for i, port in enumerate(op.makes) if port.number]
     bound: Bound | None = None
     run: Any = None
@@ -151,36 +151,36 @@ def forward(name: str, *, hidden: int, save: bool, backend: str | None, **option
         return _apart(dims.rows_shape(shape, hidden))
 
     def bound_forward(*tensors: Tensor | None) -> Sequence[Tensor | None]:
-        made = None if run is None or modes() else run.repeated(tensors, own)
-        repeated = made is not None
-        made = list(made if repeated else called(tensors))
+        results = None if run is None or modes() else run.repeated(tensors, bound_eps)
+        repeated = results is not None
+        results = list(results if repeated else called(tensors))
         view = view_of(tensors[0].shape) if save else None
         first, outputs = 1 + len(tensors), []
-        for i in range(len(made)):
-            outputs.append((NONE if made[i] is None else first + i, None))
+        for i in range(len(results)):
+            outputs.append((NONE if results[i] is None else first + i, None))
         for i, port in numbers:
-            if not save or made[i] is None:
-                made[i], outputs[i] = None, (NONE, None)
+            if not save or results[i] is None:
+                results[i], outputs[i] = None, (NONE, None)
                 continue
             if port.given:
                 sizes = dims.sizes_by_hidden(op.named(tensors), hidden)
                 view = _apart(dims.shape(port, sizes))
             if view is not None:
-                made[i], outputs[i] = reinterpret(made[i], *view), (first + i, view[0])
+                results[i], outputs[i] = reinterpret(results[i], *view), (first + i, view[0])
         if repeated:
-            native.tell(run, own, tensors, tensors, range(1, first), outputs)
-        return made
+            native.tell(run, bound_eps, tensors, tensors, range(1, first), outputs)
+        return results
 
     def called(tensors: tuple) -> Sequence[Tensor | None]:
         nonlocal bound, run
         x = tensors[0]
         bound = bound or bound_of(op, tensors, asked, backend)
         if x.numel() > most or not bound.plain.takes(tensors):
-            made = getattr(torch.ops.tilenorm, name)(*tensors, *asked, *eps, save, backend)
-            return [made] if isinstance(made, Tensor) else made
+            results = getattr(torch.ops.tilenorm, name)(*tensors, *asked, *eps, save, backend)
+            return [results] if isinstance(results, Tensor) else results
         run = bound.training if save else bound.inference
         with on_device_of(x):
-            return run(tensors, own)
+            return run(tensors, bound_eps)
 
     native = Generated(bound_forward)
     return native.function
@@ -207,33 +207,33 @@ def backward(
     order: list[int] = []  # where the tensors stand that the pass reads; -1 for an absent one
 
     def bound_backward(*tensors: Tensor | None) -> Sequence[Tensor | None]:
-        made = None
+        results = None
         if run is not None and not modes():
             # A key has the shapes of all tensors where heads are rotated.
-            given = read(flat(tensors) if run.grouped else (*tensors, None))
-            made = run.repeated(given, eps)
-        if made is None:
+            arguments = read(flat(tensors) if run.grouped else (*tensors, None))
+            results = run.repeated(arguments, eps)
+        if results is None:
             return called(tensors)
         first = 1 + len(tensors)
-        places = (*(first + i if t is not None else NONE for i, t in enumerate(made)), NONE)
+        places = (*(first + i if t is not None else NONE for i, t in enumerate(results)), NONE)
         reads = [1 + i if i >= 0 else NONE for i in order]
         outputs = [(place, None) for place in shown(places)]
-        native.tell(run, eps, tensors, given, reads, outputs)
-        return shown((*made, None))
+        native.tell(run, eps, tensors, arguments, reads, outputs)
+        return shown((*results, None))
 
     def flat(tensors: tuple) -> list:
         """The tensors with mean and rstd as passes take them, and None."""
-        found = [*tensors, None]
+        as_taken = [*tensors, None]
         for i in statistics:
-            found[i] = found[i] if found[i] is None else vector_of(found[i])
-        return found
+            as_taken[i] = as_taken[i] if as_taken[i] is None else vector_of(as_taken[i])
+        return as_taken
 
     def called(tensors: tuple) -> Sequence[Tensor | None]:
         nonlocal run, read, order
-        x = tensors[2]
-        given = constant | dict(zip(taken, tensors, strict=True))
+        arguments = constant | dict(zip(taken, tensors, strict=True))
+        x = arguments["input"]
         if run is None:
-            call = kind((), given)
+            call = kind((), arguments)
             spec = call.spec
             needs = call.needs(spec)
             named = {port.role: port.name for port in row.tensors}
@@ -243,7 +243,7 @@ def backward(
             norm = norm_of(spec, x.device.type, x.get_device(), False, backend)
             run = norm.backward(spec, needs)
         if x.numel() > most or not plain.takes(tensors):
-            return getattr(torch.ops.tilenorm, op)(**given)
+            return getattr(torch.ops.tilenorm, op)(**arguments)
         with on_device_of(x):
             return shown((*run(read(flat(tensors)), eps), None))
 

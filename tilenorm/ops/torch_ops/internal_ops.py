@@ -38,9 +38,9 @@ class InternalCall:
 
     def __init__(self, arguments: Sequence, by_name: dict[str, Any] | None = None):
         named = dict(zip(self.row.arguments, arguments, strict=False)) | (by_name or {})
-        given, ports = self.DEFAULTS | named, self.row.tensors
-        self.tensors: dict[str, Any] = {port.role: given.pop(port.name) for port in ports}
-        self.options = given
+        values, ports = self.DEFAULTS | named, self.row.tensors
+        self.tensors: dict[str, Any] = {port.role: values.pop(port.name) for port in ports}
+        self.options = values
 
     @property
     def x(self) -> Any:
@@ -49,20 +49,20 @@ class InternalCall:
     @property
     def dtypes(self) -> dict[str, str | None]:
         """The dtypes of the tensors that a spec has under their roles."""
-        there = {role: t for role, t in self.tensors.items() if role in TENSORS and t is not None}
-        return {role: name_of(t.dtype) for role, t in there.items()}
+        present = {role: t for role, t in self.tensors.items() if role in TENSORS and t is not None}
+        return {role: name_of(t.dtype) for role, t in present.items()}
 
     def needs(self, spec: NormSpec) -> Needs:
         """What a backward pass computes."""
-        each = zip(self.row.masked, self.options["output_mask"], strict=True)
-        asked = [role for role, need in each if need]
+        masked = zip(self.row.masked, self.options["output_mask"], strict=True)
+        asked = [role for role, need in masked if need]
         return needs_of(spec, asked, self.tensors["dsum"] is not None)
 
     def results(self) -> Sequence[Result]:
         """Those of a backward pass. A gradient has the shape and the dtype of its tensor. Once a
         residual was added, x is the sum, and dy has the dtype of the input.
         """
-        t, found = self.tensors, []
+        t, of_op = self.tensors, []
         likes = t | {"residual": t["x"], "y": t["dy"]}
         likes["x"] = t["dy"] if self.options.get("added") else t["x"]
         if shift := self.options.get("shift"):
@@ -70,8 +70,8 @@ class InternalCall:
         needed = asked_of(self.needs(self.spec))
         for place, port in zip(self.row.gradient_index, self.row.makes, strict=True):
             like = likes[port.role] if needed[place] else Result(None, t["x"].dtype)
-            found.append(Result(like.shape, like.dtype))
-        return found
+            of_op.append(Result(like.shape, like.dtype))
+        return of_op
 
 
 def asked_of(needs: Needs) -> tuple[bool, ...]:
@@ -108,15 +108,15 @@ class Backward(InternalCall):
 
     @property
     def spec(self) -> NormSpec:
-        given, dtypes, asked = self.tensors, self.dtypes, self.options
-        x, dy = (name_of(given[role].dtype) for role in ("x", "dy"))
+        tensors, dtypes, asked = self.tensors, self.dtypes, self.options
+        x, dy = (name_of(tensors[role].dtype) for role in ("x", "dy"))
         if asked["added"]:
             dtypes |= {"x": dy, "residual": x}
         else:  # only what is added to the normalised rows gives y another dtype
             dtypes |= {"x": x, "skip": None if dy == x else dy}
         dtypes["mod_shift"] = asked.get("shift")
         options = Options(**{name: asked[name] for name in Options._fields if name in asked})
-        heads = heads_of(options.hidden, given["weight"], given["bias"])
+        heads = heads_of(options.hidden, tensors["weight"], tensors["bias"])
         try:
             return _spec_of(options, heads, *dtypes.items())
         except TypeError:  # a symbolic size has no hash
@@ -135,8 +135,8 @@ class Backward(InternalCall):
         return super().needs(spec)._replace(terms=1 + len(self.more), output=output)
 
     def run(self) -> tuple[Tensor, ...]:
-        given, asked = self.tensors, self.options
-        if in_forward_mode(tuple(given.values())):
+        tensors_of_op, asked = self.tensors, self.options
+        if in_forward_mode(tuple(tensors_of_op.values())):
             name = f"torch.ops.tilenorm.{self.row.name}"
             raise NotImplementedError(f"{name} has no forward-mode derivative")
         spec, x, numbers = self.spec, self.x, reference.STATISTICS
@@ -145,24 +145,27 @@ class Backward(InternalCall):
             return self.returned(())
         long = x.numel() > MAX_ROWS * asked["hidden"]
         norm = norm_of(spec, x.device.type, x.get_device(), long, asked["backend"])
-        kept = [vector_of(given[r]) if r in numbers else given[r] for r in spec.kernel_reads]
-        dsum = given["dsum"] if needs.dsum else None
+        kept = [
+            vector_of(tensors_of_op[r]) if r in numbers else tensors_of_op[r]
+            for r in spec.kernel_reads
+        ]
+        dsum = tensors_of_op["dsum"] if needs.dsum else None
         with on_device_of(x):
-            tensors = given["dy"], dsum, *kept, *self.more
+            tensors = tensors_of_op["dy"], dsum, *kept, *self.more
             return self.returned(norm.backward(spec, needs)(tensors, asked["eps"]))
 
     def decomposed(self) -> tuple[Tensor, ...]:
-        spec, given = self.spec, self.tensors
-        needs, found = self.needs(spec), ()
+        spec, tensors = self.spec, self.tensors
+        needs, gradients = self.needs(spec), ()
         if any(asked_of(needs)):
-            incoming = given["dy"], given["dsum"], given
-            found = reference.backward(spec, needs, *incoming, self.options["eps"], self.more)
-        return self.returned(found)
+            incoming = tensors["dy"], tensors["dsum"], tensors
+            gradients = reference.backward(spec, needs, *incoming, self.options["eps"], self.more)
+        return self.returned(gradients)
 
-    def returned(self, found: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    def returned(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         """What the op returns of what a backward pass does; what is absent is an empty tensor."""
-        there = dict(enumerate(found))
-        shown = [there.get(place) for place in self.row.gradient_index]
+        by_index = dict(enumerate(gradients))
+        shown = [by_index.get(place) for place in self.row.gradient_index]
         return tuple([self.x.new_empty(0) if t is None else t for t in shown])
 
 
@@ -177,17 +180,17 @@ def terms_after(dy: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
     Raises RuntimeError where a term is not of dy's shape, dtype and device, or where an earlier one
     is absent.
     """
-    given = 1 + max((i for i, t in enumerate(others) if t is not None), default=-1)
-    for i, term in enumerate(others[:given]):
+    count = 1 + max((i for i, t in enumerate(others) if t is not None), default=-1)
+    for i, term in enumerate(others[:count]):
         name = f"tilenorm::norm_backward: argument 'grad_output_{i + 2}'"
         if term is None:
-            raise RuntimeError(f"{name} is absent, but 'grad_output_{given + 1}' is given")
+            raise RuntimeError(f"{name} is absent, but 'grad_output_{count + 1}' is given")
         # DTensor's description of a tensor has no device.
         wanted, got = ((t.shape, t.dtype, getattr(t, "device", None)) for t in (dy, term))
         if got != wanted:
             told = [f"{list(shape)} {dtype} on {device}" for shape, dtype, device in (wanted, got)]
             raise RuntimeError(f"{name} takes what 'grad_output' is, {told[0]}, got {told[1]}")
-    return others[:given]
+    return others[:count]
 
 
 class NormBackward(Backward):

@@ -62,13 +62,13 @@ def fake(kind: Callable, *arguments) -> Any:
     """What an op returns for tensors without memory."""
     for tell in before_fakes():
         tell()
-    call, made = kind(arguments), []
+    call, results = kind(arguments), []
     for shape, dtype, strides in call.results():
         if strides is None:
-            made.append(call.x.new_empty(0 if shape is None else shape, dtype=dtype))
+            results.append(call.x.new_empty(0 if shape is None else shape, dtype=dtype))
         else:
-            made.append(call.x.new_empty_strided(shape, strides, dtype=dtype))
-    return tuple(made)
+            results.append(call.x.new_empty_strided(shape, strides, dtype=dtype))
+    return tuple(results)
 
 
 def schema_of(row: Op) -> str:
@@ -106,9 +106,9 @@ class Called(NamedTuple):
     def of(cls, row: Op, arguments: Sequence, by_name: dict | None = None) -> "Called":
         tensors, options = len(row.takes), 1 + len(row.options)
         eps, end = tensors + options, tensors + options + len(row.eps)
-        save, *last = arguments[end:]
-        given, last = tuple(arguments), last or [(by_name or {}).get("backend")]
-        return cls(row, given[:tensors], given[tensors:eps], given[eps:end], save, *last)
+        save, *backend = arguments[end:]
+        values, backend = tuple(arguments), backend or [(by_name or {}).get("backend")]
+        return cls(row, values[:tensors], values[tensors:eps], values[eps:end], save, *backend)
 
     @property
     def x(self) -> Any:
@@ -124,8 +124,8 @@ class Called(NamedTuple):
 
     def makes(self, port: Port) -> bool:
         """Whether the call makes a tensor."""
-        given = self.row.named(self.tensors)
-        if given.get(port.unless) is not None or (port.given and given[port.given] is None):
+        named = self.row.named(self.tensors)
+        if named.get(port.unless) is not None or (port.given and named[port.given] is None):
             return False
         if port.when == "save":
             return self.save
@@ -133,15 +133,15 @@ class Called(NamedTuple):
 
     def dtype_of(self, port: Port) -> torch.dtype:
         """The dtype of a tensor that the call makes."""
-        given = self.row.named(self.tensors)
+        named = self.row.named(self.tensors)
         if port.number:
-            return statistics_dtype(*[given[name] for name in port.like.split()])
+            return statistics_dtype(*[named[name] for name in port.like.split()])
         if port.like == "scale":
             return SCALE_DTYPES[Quantization(self.option("scaling")).scale_dtype]
         if port.like in self.row.options:
             return self.option(port.like)
-        if port.like in given:
-            like = given[port.like]
+        if port.like in named:
+            like = named[port.like]
             return (self.x if like is None else like).dtype  # what is absent has one, too
         return getattr(torch, port.like)
 
@@ -165,15 +165,15 @@ class Called(NamedTuple):
         swapped = port.swapped != "" and self.option(port.swapped)
         return Result(dims.shape(port, sizes, swapped), dtype)
 
-    def returned(self, made: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    def returned(self, tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         """What the op returns: what is absent is an empty tensor; a number a row has x's leading
         sizes.
 
-        made: as a bound call returns it, or the formula. A tensor that is there but not asked for
-        is absent.
+        tensors: as a bound call returns them, or the formula. A tensor that is there but not asked
+        for is absent.
         """
         results = []
-        for port, t in zip(self.row.makes, made, strict=True):
+        for port, t in zip(self.row.makes, tensors, strict=True):
             if t is None or not self.makes(port):
                 t = self.x.new_empty(0, dtype=self.dtype_of(port))
             elif port.number:
@@ -181,9 +181,9 @@ class Called(NamedTuple):
             results.append(t)
         return tuple(results)
 
-    def present(self, made: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    def present(self, tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """What the op makes, without the empty tensors that stand for absent results."""
-        pairs = zip(self.row.makes, made, strict=True)
+        pairs = zip(self.row.makes, tensors, strict=True)
         return tuple([t if self.makes(port) else None for port, t in pairs])
 
     def run(self) -> tuple[Tensor, ...]:
@@ -198,23 +198,23 @@ class Called(NamedTuple):
     def run_by(self, bound: Bound) -> tuple[Tensor, ...]:
         with on_device_of(self.x):
             function = bound.training if self.save else bound.inference
-            made = function(self.tensors, self.own_eps)
-        return self.returned(made)
+            results = function(self.tensors, self.own_eps)
+        return self.returned(results)
 
     def decomposed(self) -> tuple[Tensor, ...]:
         return self.returned(self.formula())
 
     def formula(self) -> tuple[Tensor | None, ...]:
         """What the op makes, of PyTorch's differentiable operations; mean and rstd are (rows,)."""
-        row, found = self.row, self.row.named(self.tensors)
+        row, named = self.row, self.row.named(self.tensors)
         specs = specs_of(row, self.options, *kinds_of(row, self.tensors, self.options[0]))
-        for stage, spec, own in zip(row.stages, specs, self.eps, strict=True):
-            given = {role: found.get(port) for role, port in stage.ports.items()}
-            made = reference.formula(spec.unquantized, given, own)
+        for stage, spec, norm_eps in zip(row.stages, specs, self.eps, strict=True):
+            by_role = {role: named.get(port) for role, port in stage.ports.items()}
+            results = reference.formula(spec.unquantized, by_role, norm_eps)
             if spec.quantized:
-                made = with_codes(spec, made, given["given_scale"])
-            found |= {port: made[role] for role, port in stage.ports.items() if role in made}
-        return tuple([found.get(port.name) for port in row.makes])
+                results = with_codes(spec, results, by_role["given_scale"])
+            named |= {port: results[role] for role, port in stage.ports.items() if role in results}
+        return tuple([named.get(port.name) for port in row.makes])
 
 
 def autograd(op: Op, *arguments) -> tuple[Tensor, ...]:
@@ -225,10 +225,10 @@ def autograd(op: Op, *arguments) -> tuple[Tensor, ...]:
     _, tensors, options, _, save, backend = called
     if call_needs_grad(op, tensors):
         what = specs_of_tensors(op, tensors, options, backend, save)
-        last = arguments[len(tensors) :]
+        behind = arguments[len(tensors) :]
 
-        def below(given, *_):
-            return _below_autograd(op, *given, *last)
+        def below(tensors_below, *_):
+            return _below_autograd(op, *tensors_below, *behind)
 
         return Call.apply((called.own_eps, what, below), *tensors)
     x = tensors[0]
@@ -247,8 +247,8 @@ def _below_autograd(op: Op, *arguments) -> tuple[Tensor, ...]:
 def setup_context(op: Op, ctx, inputs: tuple, output: tuple) -> None:
     _, tensors, options, _, save, backend = called = Called.of(op, inputs)
     ctx.what, ctx.eps = specs_of_tensors(op, tensors, options, backend, save), called.own_eps
-    made = output if save else ctx.what.unsaved(output)
-    ctx.save_for_backward(*ctx.what.autograd_saves((*tensors, *made)))
+    results = output if save else ctx.what.unsaved(output)
+    ctx.save_for_backward(*ctx.what.autograd_saves((*tensors, *results)))
     ctx.mark_non_differentiable(*[output[i] for i in ctx.what.not_differentiable])
     ctx.set_materialize_grads(False)
 
@@ -256,14 +256,14 @@ def setup_context(op: Op, ctx, inputs: tuple, output: tuple) -> None:
 def backward(op: Op, ctx, *grads) -> tuple:
     """As torch.library.register_autograd takes it: a gradient, or None, for each argument."""
     asked = asked_of(ctx)  # arguments at the end that have their defaults are not among them
-    found = gradients(ctx.what, asked[: len(op.takes)], grads, ctx.saved_tensors, ctx.eps)
-    return *found, *[None] * (len(asked) - len(op.takes))
+    by_tensor = gradients(ctx.what, asked[: len(op.takes)], grads, ctx.saved_tensors, ctx.eps)
+    return *by_tensor, *[None] * (len(asked) - len(op.takes))
 
 
 def autocast(op: Op, *arguments) -> tuple[Tensor, ...]:
-    tensors, last = arguments[: len(op.takes)], arguments[len(op.takes) :]
+    tensors, behind = arguments[: len(op.takes)], arguments[len(op.takes) :]
     with torch.autocast(tensors[0].device.type, enabled=False):
-        return getattr(torch.ops.tilenorm, op.name)(*autocast_tensors(op, tensors), *last)
+        return getattr(torch.ops.tilenorm, op.name)(*autocast_tensors(op, tensors), *behind)
 
 
 def autocast_tensors(op: Op, tensors: tuple) -> tuple:

@@ -26,10 +26,10 @@ def tell(bound: Bound, eps: Any, requires_grad: bool, call: tuple) -> None:
     if repeat is None or extension.kinds() >= MOST_KINDS:
         return
     op = bound.op
-    made = [port.grad for port in op.makes[: op.shown]]
+    differentiable = [port.grad for port in op.makes[: op.shown]]
     saved = bound.autograd_saves(tuple(range(len(op.takes) + len(op.makes)))) if recording else ()
     token = bound, eps
-    how = requires_grad, recording, made, repeat, list(run.grouped), list(saved)
+    how = requires_grad, recording, differentiable, repeat, list(run.grouped), list(saved)
     extension.remember(call, *how, token, backward)
 
 
@@ -46,9 +46,9 @@ def backward(
         if run.plain.takes((*grads, *saved)):  # a hook of saved tensors may return any tensor
             if not isinstance(run, Gradients):
                 return run(grads, saved, eps)[1:]
-            made = run(grads, saved, eps, every)
+            results = run(grads, saved, eps, every)
             _tell_backward(number, run, (asked, arrived), (*grads, *saved), every, eps)
-            return made[1:]
+            return results[1:]
     return autograd.gradients(bound, asked, grads, saved, eps)
 
 
@@ -61,14 +61,14 @@ def _tell_backward(
     extension, steps, strided = state().extension, [], set()
     if extension is None:
         return
-    for each, reads, own in run.passes:
+    for step_pass, reads, which_eps in run.passes:
         tensors = tuple([every[place] for place in reads])
-        repeat = ready(each, tensors, eps if own is None else eps[own])
+        repeat = ready(step_pass, tensors, eps if which_eps is None else eps[which_eps])
         if repeat is None:
             return
         steps.append((repeat, list(reads)))
-        strided |= {reads[place] - 1 for place in each.grouped}
-    bits = [sum(flag << i for i, flag in enumerate(each)) for each in flags]
+        strided |= {reads[place] - 1 for place in step_pass.grouped}
+    bits = [sum(flag << i for i, flag in enumerate(group)) for group in flags]
     gives = [(place, None) for place in run.gives]
     strided = [place for place in sorted(strided) if place < len(inputs)]
     extension.add_backward(number, *bits, inputs, strided, steps, gives)
