@@ -67,8 +67,8 @@ def chosen(spec: NormSpec, target: Target, needs: Needs | None = None) -> Config
 
 
 def _with_two_sums(config: Config) -> Config:
-    """The configuration of a backward pass of one sum over all rows, for two: with fewer blocks, and
-    with weights that are read again, so that the second sum has registers. Untimed.
+    """The configuration of a backward pass of one sum over all rows, for two sums. There are fewer
+    blocks, and weights are read again, so that the second sum has registers. Untimed.
     """
     hints = replace(config.hints, occupancy=max(1, (config.hints.occupancy or 2) - 1))
     return replace(config, hints=hints, reread=config.rows == 1)
@@ -83,7 +83,7 @@ def _around(spec: NormSpec, target: Target, config: Config) -> Config:
     if not spec.modulated or config.rows == 1 or elements <= rules.MODULATED_TILE:
         return config
     halved = replace(config, rows=config.rows // 2)
-    return halved if _in_order(spec, target, None, halved) else config
+    return halved if keeps_order(spec, target, None, halved) else config
 
 
 def _by_rule(spec: NormSpec, inputs: int, rule: Rule) -> RowForward | SharedForward:
@@ -334,14 +334,14 @@ def _tabled(spec: NormSpec, target: Target, needs: Needs | None) -> tuple[Config
     for op in operations(spec, needs):
         for table in _of_user, _shipped:
             found = table(spec, target, needs, op)
-            if found and _in_order(spec, target, needs, found[0]):
+            if found and keeps_order(spec, target, needs, found[0]):
                 config, source = found
                 return config, op, source
     return None
 
 
-def _in_order(spec: NormSpec, target: Target, needs: Needs | None, config: Config) -> bool:
-    """Whether a configuration adds up a row as every norm of such rows does."""
+def keeps_order(spec: NormSpec, target: Target, needs: Needs | None, config: Config) -> bool:
+    """Whether a configuration adds up a row as every norm of such rows does (see order.py)."""
     rule = prescribed(spec, target, needs is not None)
     order = forward_order if needs is None else backward_order
     return rule is None or order(spec, config) == rule
