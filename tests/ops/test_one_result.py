@@ -116,44 +116,6 @@ def forms(rows: Rows) -> Iterator[tuple[str, Tensor, Tensor]]:
         yield "with grad", rows.plain(leaves[0], weight=leaves[1]).detach(), y
 
 
-def gradients(rows: Rows) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(name, dx, the bits that it has to have) for one dy."""
-    x, residual, total, dy = rows.x, rows.residual, rows.total, rows.x.flip(0)
-    zero = torch.zeros_like(total)
-
-    def dx(function, *tensors, outputs=(dy,), **options) -> Tensor:
-        """The gradient of the first tensor."""
-        leaves = [t.clone().requires_grad_() for t in tensors]
-        given = {name: t.clone().requires_grad_() for name, t in options.items()}
-        with torch.enable_grad():
-            made = function(*leaves, **given)
-        made = made if isinstance(made, tuple) else (made,)
-        asked = [*leaves, *given.values()]
-        return torch.autograd.grad(made[: len(outputs)], asked, outputs)[0]
-
-    expected = dx(rows.plain, total, weight=rows.weight)
-    yield "frozen weight", dx(rows.plain, total), expected
-    yield "in batches", batched(dx, rows, total, dy), expected
-    bias = torch.zeros_like(rows.weight) if rows.bias is None else rows.bias
-    yield "with a bias", dx(rows.plain, total, weight=rows.weight, bias=bias), expected
-    yield "float32 weight", dx(rows.plain, total, weight=rows.weight.float()), expected
-    if total.dtype != x.dtype:
-        return
-    add = partial(rows.call, "add_KIND")
-    yield "add", dx(add, x, residual, weight=rows.weight), expected
-    both = {"weight": rows.weight, "outputs": (dy, zero)}
-    yield "add, and a sum without gradient", dx(add, x, residual, **both), expected
-    ones = torch.ones_like(rows.weight)
-    yield "layer scale", dx(add, x, residual, layer_scale=ones), expected
-    yield "norm, add", dx(partial(rows.call, "KIND_add"), total, residual), expected
-
-
-def batched(dx, rows: Rows, total: Tensor, dy: Tensor) -> Tensor:
-    """dx, a few rows at a time."""
-    parts = [dx(rows.plain, total[p], outputs=(dy[p],), weight=rows.weight) for p in pieces(rows)]
-    return torch.cat(parts)
-
-
 def differences(pairs: Iterator[tuple[str, Tensor, Tensor]]) -> dict[str, str]:
     found = {}
     for name, t, expected in pairs:
@@ -173,14 +135,6 @@ def test_every_form_in_the_interpreter(kind, arch, hidden):
 
 
 @KINDS
-@pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
-@pytest.mark.parametrize("hidden", INTERPRETED)
-def test_every_gradient_in_the_interpreter(kind, arch, hidden):
-    with pretended_gpu(arch):
-        assert not differences(gradients(Rows.random(kind, 6, hidden, "cpu")))
-
-
-@KINDS
 @pytest.mark.parametrize("hidden", [256, *slow(1536, 5120)])
 def test_a_float32_sum_in_the_interpreter(kind, hidden):
     with pretended_gpu(), torch.no_grad():
@@ -195,8 +149,6 @@ def test_every_form_on_a_gpu(kind, hidden, dtypes):
     rows = Rows.random(kind, max(64, (1 << 24) // hidden), hidden, "cuda", *dtypes)
     with torch.no_grad():
         assert not differences(forms(rows))
-    if dtypes[0] == dtypes[1]:
-        assert not differences(gradients(rows))
 
 
 @NEEDS_GPU

@@ -160,7 +160,7 @@ def walk(ARRAYS, rows, NORM, CUT, HOW, DW, DB, SUMMED):
 def pass_of(ARRAYS, rows, NORM, CUT, HOW, DW, DB, SUMMED):
     """The pass of a kernel with these parameters."""
     a, norm, cut, how = BackwardArrays(*ARRAYS), Norm(*NORM), Cut(*CUT), How(*HOW)
-    order = order_of_dots(a.X, cut, rows, copied(norm, cut, how), how.THREADS)
+    order = order_of_dots(a.X, cut, rows, copied(norm, cut, how))
     through = given(a.DX) or given(a.DRESIDUAL) or (given(a.DGATE) and norm.GATE_FIRST)
     return Pass(a, norm, cut, how, rows, order, DW, DB, through, SUMMED)
 
@@ -195,7 +195,10 @@ def add_up(this, row, weights, number, dws, dbs):
         unpacked = saved.unpacked()
         x_hat, dy = x_hat_of(unpacked, norm, order.zero), dy_of(this, unpacked)
         if this.THROUGH:
-            g = settled(this, weights.times(dy, j, number))
+            g = weights.times(dy, j, number)
+            copies = norm.LAYER or copied(norm, this.cut, this.how)
+            if given(this.a.MOD_SCALE) or (given(this.a.W) and copies):
+                g = order.unfused(g)
             pairs += ((x_hat, g),)
             if not this.SUMMED:
                 dots = dots.plus(x_hat, g, j, this.cut.WIDTHS, order, norm.LAYER)
@@ -204,15 +207,6 @@ def add_up(this, row, weights, number, dws, dbs):
         if len(dbs) > 0:
             new_dbs += (dbs[j] + dy,)
     return pairs, dots, new_dws, new_dbs
-
-
-def settled(this, g):
-    """g = dy · (w + offset), from which x̂ · mean(g · x̂) is subtracted: see Order.unfused."""
-    norm, how = this.norm, this.how
-    copies = how.THREADS > 0 or norm.LAYER or copied(norm, this.cut, how)
-    if given(this.a.MOD_SCALE) or (given(this.a.W) and copies):
-        g = this.order.unfused(g)
-    return g
 
 
 def write_gradients(this, tile, row, weights, pairs, dots):
@@ -226,8 +220,8 @@ def write_gradients(this, tile, row, weights, pairs, dots):
         if how.PACKED:
             again = saved.rematerialized(dots.dot).unpacked()
             x_hat = x_hat_of(again, norm, this.order.zero)
-            g = settled(this, weights.times(dy_of(this, again), j, dots.dot))
-        dx = dots.through_norm(x_hat, g, saved.rstd, COUNT, norm.LAYER, this.order)
+            g = weights.times(dy_of(this, again), j, dots.dot)
+        dx = dots.through_norm(x_hat, g, saved.rstd, COUNT, norm.LAYER)
         dx = input_gradient(this, at, saved, dx)
         mine = branch_gradient(this, tile, j, saved, dx)
         if not how.REREAD:

@@ -116,8 +116,8 @@ class How:
     are read by tile loads, not by gathers. STORE: rows are written by tile stores.
 
     FETCH: weight and bias are read with the row, not after its sums. TOGETHER: else the weights of
-    so many segments are read at once. THREADS: of a block that prescribes the order of its sums,
-    else 0. REREAD: the weight is read again for every tile, and
+    so many segments are read at once. THREADS: of a block in a forward pass that
+    prescribes the order of its sums, else 0. REREAD: the weight is read again for every tile, and
     dx is written last, which saves registers.
 
     Where blocks share a row, PADDED_CHUNKS is the power of two that holds the chunks of a row.

@@ -31,7 +31,7 @@ def grad_sums(
     chunk by chunk.
     """
     a, norm, cut = BackwardArrays(*ARRAYS), Norm(*NORM), Cut(*CUT)
-    order = order_of_dots(a.X, cut, rows, False, 0)
+    order = order_of_dots(a.X, cut, rows, False)
     this = Pass(a, norm, cut, How(), rows, order, False, False, THROUGH=True, SUMMED=False)
     i = first + ct.bid(2) * step + ct.bid(1)
     dot, total = dots_of(this, i, 0)

@@ -24,14 +24,7 @@ from .config import (
     cdiv,
     tile_width,
 )
-from .order import (
-    Rule,
-    backward_order,
-    backward_rule,
-    forward_order,
-    forward_rule,
-    prescribed,
-)
+from .order import Rule, forward_order, forward_rule, prescribed
 from .target import Target
 from .tuned import rules
 from .tuned.tables import TABLES
@@ -54,27 +47,15 @@ def chosen(spec: NormSpec, target: Target, needs: Needs | None = None) -> Config
         config = _by_rule(spec, inputs, rule) if rule else piece(spec, inputs)
     elif spec.modulated:
         config = _by_group(spec, needs)
-    elif rule := backward_rule(spec, target):
-        config = _backward_by_rule(spec, target, rule)
     else:
         config = _backward(spec, target, needs)
-    if needs and needs.sums == 2 and spec.norm == "rms" and op.endswith("rms_norm"):
-        config = _with_two_sums(config)
     # A chain's or a modulated norm's own table has the op's name. Else a plain norm's table serves.
     if needs is None and spec.op not in op:
-        config = _around(spec, target, config)
+        config = _around(spec, config)
     return with_room(spec, config)
 
 
-def _with_two_sums(config: Config) -> Config:
-    """The configuration of a backward pass of one sum over all rows, for two sums. There are fewer
-    blocks, and weights are read again, so that the second sum has registers. Untimed.
-    """
-    hints = replace(config.hints, occupancy=max(1, (config.hints.occupancy or 2) - 1))
-    return replace(config, hints=hints, reread=config.rows == 1)
-
-
-def _around(spec: NormSpec, target: Target, config: Config) -> Config:
+def _around(spec: NormSpec, config: Config) -> Config:
     """A plain norm's configuration, for a norm that does more and that was not tuned."""
     if spec.inner and spec.norm == "layer":
         # Two LayerNorms have more registers than the table's occupancies leave for one.
@@ -83,7 +64,7 @@ def _around(spec: NormSpec, target: Target, config: Config) -> Config:
     if not spec.modulated or config.rows == 1 or elements <= rules.MODULATED_TILE:
         return config
     halved = replace(config, rows=config.rows // 2)
-    return halved if keeps_order(spec, target, None, halved) else config
+    return halved if keeps_order(spec, None, halved) else config
 
 
 def _by_rule(spec: NormSpec, inputs: int, rule: Rule) -> RowForward | SharedForward:
@@ -103,24 +84,6 @@ def _by_rule(spec: NormSpec, inputs: int, rule: Rule) -> RowForward | SharedForw
     widths = (width,) * cdiv(spec.hidden, width)
     packed = _packs(spec) and spec.hidden * inputs >= rules.PACKED_FROM
     return RowForward(1, Hints(None, warps), widths, packed=packed)
-
-
-def _backward_by_rule(spec: NormSpec, target: Target, rule: Rule) -> Backward:
-    """The same for a backward pass."""
-    width, hints = rule.width, Hints(1, 8) if rule.warps == 8 else Hints(2)
-    if rule.chunk:
-        widths = (rule.chunk,)
-        return Backward(widths, hints=hints, packed=_packs(spec), reread=bool(spec.weight))
-    while cdiv(spec.hidden, width) > rules.MOST_SEGMENTS:
-        width *= 2
-    widths = (width,) * cdiv(spec.hidden, width)
-    if rule.warps:
-        tma = target.has_tma and rule.warps == 8
-        return Backward(widths, tma=tma, hints=hints)
-    unit = rule.unit or 16 // ITEM_BYTES[spec.residual or spec.dtype]
-    least = cdiv(unit * hints.threads, tile_width(width))
-    most = least if rule.unit else rules.TILE // tile_width(sum(widths))
-    return Backward(widths, max(least, most), hints=hints)
 
 
 def with_room(spec: NormSpec, config: Config) -> Config:
@@ -295,9 +258,8 @@ def operations(spec: NormSpec, needs: Needs | None = None) -> tuple[str, ...]:
         sums = [f"{needs.sums} sums over all rows"] * bool(needs.sums)
         gate = ["a gate"] * bool(spec.mod_gate)
         return (", ".join([f"{spec.op} by {spec.mod_scale}", *gate, *sums]),)
-    added = "add_" * needs.dsum
-    more = spec.norm == "rms" and needs.sums == 2  # LayerNorm's table may have another order
-    return (*[f"{added}layer_norm"] * more, f"{added}{spec.norm}_norm")
+    norm = "layer_norm" if spec.norm == "layer" or needs.sums == 2 else "rms_norm"
+    return (f"add_{norm}" if needs.dsum else norm,)
 
 
 def _of_modulated(spec: NormSpec) -> tuple[str, ...]:
@@ -334,17 +296,16 @@ def _tabled(spec: NormSpec, target: Target, needs: Needs | None) -> tuple[Config
     for op in operations(spec, needs):
         for table in _of_user, _shipped:
             found = table(spec, target, needs, op)
-            if found and keeps_order(spec, target, needs, found[0]):
+            if found and keeps_order(spec, needs, found[0]):
                 config, source = found
                 return config, op, source
     return None
 
 
-def keeps_order(spec: NormSpec, target: Target, needs: Needs | None, config: Config) -> bool:
+def keeps_order(spec: NormSpec, needs: Needs | None, config: Config) -> bool:
     """Whether a configuration adds up a row as every norm of such rows does (see order.py)."""
-    rule = prescribed(spec, target, needs is not None)
-    order = forward_order if needs is None else backward_order
-    return rule is None or order(spec, config) == rule
+    rule = prescribed(spec) if needs is None else None
+    return rule is None or forward_order(spec, config) == rule
 
 
 def _of_user(

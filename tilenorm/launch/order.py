@@ -11,8 +11,7 @@ dtype, which is the dtype of the sum where a residual is added. Rows without a p
 
 - rows that do not fill 16-byte vectors, which are read element by element: with an order
   layer_norm of 4097 took 2.5 times as long (an H200);
-- norms with a gate, which read three matrices. Each has an order of its own, and keeps it. So
-  have the gradients of rows that are modulated by group;
+- norms with a gate, which read three matrices. Each has an order of its own, and keeps it;
 - heads that are rotated, and rows of which a process holds a piece.
 """
 
@@ -20,7 +19,6 @@ from typing import NamedTuple
 
 from ..spec import ITEM_BYTES, NormSpec
 from .config import Config, RowForward, tile_width
-from .target import Target
 from .tuned import orders
 
 
@@ -69,17 +67,6 @@ def forward_order(spec: NormSpec, config: Config) -> RowOrder:
     return RowOrder(kind, spec.hidden, chunk, each, None if config.rows > 1 else config)
 
 
-def backward_order(spec: NormSpec, config: Config) -> RowOrder:
-    """The order of a backward pass with this configuration, as order_of_dots prescribes it."""
-    widths = config.segments(spec.hidden)
-    chunk = sum(widths) if sum(widths) < spec.hidden else 0
-    if spec.gate or spec.modulated or not spec.aligned:
-        return RowOrder("compiler", spec.hidden, chunk, slices_of(widths, 1, 0, 1), config)
-    item = ITEM_BYTES[spec.residual or spec.dtype]
-    slices = slices_of(widths, config.rows, config.hints.threads, 16 // item)
-    return RowOrder("slices", spec.hidden, chunk, slices)
-
-
 def slices_of(widths: tuple[int, ...], rows: int, threads: int, unit: int) -> tuple[Slice, ...]:
     """The slices of a row's segments in a tile of so many rows. unit: the elements of 16 bytes.
 
@@ -100,50 +87,32 @@ class Rule(NamedTuple):
     """How every norm of rows of up to `largest` elements adds them up.
 
     warps: of a block, or 0 for tiles of several rows. width: of a slice, or 0 for the tile's width.
-    chunk: as in RowOrder. unit: as in Slice, where a tile of several rows has fewer than a vector
-    for each thread, else 0.
+    chunk: as in RowOrder.
     """
 
     largest: int
     warps: int
     width: int
     chunk: int = 0
-    unit: int = 0
 
 
 def forward_rule(spec: NormSpec) -> Rule | None:
     """The rule for a forward pass; None where norms have orders of their own."""
     if spec.gate or spec.rotation or not spec.aligned:
         return None
-    return _rule(spec, orders.FORWARD)
-
-
-def backward_rule(spec: NormSpec, target: Target) -> Rule | None:
-    """The rule for a backward pass; None where norms have orders of their own.
-
-    Blocks that share a row wait for each other, so all have to be resident at once.
-    """
-    if spec.gate or spec.rotation or spec.modulated or not spec.aligned:
-        return None
-    timed = target.arch == "sm_90"
-    rule = _rule(spec, orders.BACKWARD if timed else orders.BACKWARD_UNTIMED)
-    least = tile_width(-(-spec.hidden // target.multiprocessors))
-    return rule and rule._replace(chunk=rule.chunk and max(rule.chunk, least))
-
-
-def _rule(spec: NormSpec, table: dict) -> Rule | None:
     item = ITEM_BYTES[spec.residual or spec.dtype]
-    rows = (Rule(*row) for row in table.get((spec.norm, item), ()))
+    rows = (Rule(*row) for row in orders.FORWARD.get((spec.norm, item), ()))
     rule = next((rule for rule in rows if spec.hidden <= rule.largest), None)
     return rule and rule._replace(width=rule.width or tile_width(spec.hidden))
 
 
-def prescribed(spec: NormSpec, target: Target, backward: bool = False) -> RowOrder | None:
-    """The order that every pass of such rows has, or None where there is no rule."""
-    rule = backward_rule(spec, target) if backward else forward_rule(spec)
+def prescribed(spec: NormSpec) -> RowOrder | None:
+    """The order that every forward pass of such rows has, or None where there is no rule."""
+    rule = forward_rule(spec)
     if rule is None:
         return None
-    read = rule.unit or min(16 // ITEM_BYTES[spec.residual or spec.dtype], rule.width)
+    unit = 16 // ITEM_BYTES[spec.residual or spec.dtype]
+    read = min(unit, rule.width)
     if rule.warps:
         read = max(1, min(read, rule.width // (32 * rule.warps)))
     return RowOrder("slices", spec.hidden, rule.chunk, (Slice(0, rule.width, read),))

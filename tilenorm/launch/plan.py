@@ -22,7 +22,7 @@ from .arrays import MAIN_ARRAYS, BackwardArrays, ForwardArrays, of_group_sums, t
 from .calls import MAX_GRID, Launch, Needs, constants, parts, rectangles
 from .config import Backward, ColumnSum, Hints, RowForward, SharedForward, StreamForward, cdiv
 from .kernel import hinted
-from .order import RowOrder, backward_order, forward_order
+from .order import RowOrder, forward_order
 from .quantized import cast_apart, compiled_as
 from .rope import RopeBackwardPlan, RopeForwardPlan
 from .target import Target
@@ -216,18 +216,6 @@ class BackwardPlan(Tiling):
         resident, groups = self.resident // self.chunks, self._groups
         return min(self.tiles(rows), max(groups, resident // groups * groups))
 
-    @cached_property
-    def order(self) -> RowOrder:
-        """The order in which a row is added up, which decides the bits of dx."""
-        return backward_order(self.spec, self.config)
-
-    @cached_property
-    def _how(self) -> How:
-        config = self.config
-        threads = config.hints.threads if self.order.prescribes else 0
-        named = {"THREADS": threads, "REREAD": config.reread}
-        return How(config.packed, config.tma, config.store, **named, **self._sharing)
-
     @remembered
     def partials(self, rows: int) -> tuple[int, int] | None:
         """Shape of the float32 scratch for partial sums over rows; None without dw and db."""
@@ -247,7 +235,8 @@ class BackwardPlan(Tiling):
         """_eps: is not read, because the saved rstd holds it."""
         config, blocks = self.config, self.blocks(rows)
         kernel = hinted(self.function, config.hints)
-        groups = map(constants, (self.norm, self.cut, self._how))
+        how = How(config.packed, config.tma, config.store, REREAD=config.reread, **self._sharing)
+        groups = map(constants, (self.norm, self.cut, how))
         grid, after = (blocks * self.chunks,), (rows, *groups, self.needs.dw, self.needs.db)
         main = Launch(kernel, grid, (), MAIN_ARRAYS, after, self._starts_early)
         return [*self._clear(_BACKWARD_SLOTS, rows), main, *self._sums(blocks)]

@@ -3,9 +3,7 @@
 By the norm and the bytes of an element of what is normalised, rows of (the largest row, warps of a
 block or 0 for tiles of several rows, columns of a slice or 0 for the tile's width, columns of each
 block that shares a row or 0). The orders were chosen so that the fewest configurations of the
-tables had to change. FORWARD serves every architecture, BACKWARD sm_90, and BACKWARD_UNTIMED the
-others, for which nothing was timed. Tiles of several rows may have a fifth number: the elements
-of a row that a thread reads at once, where they are fewer than a vector.
+tables had to change. Every architecture has the same ones.
 """
 
 FORWARD = {
@@ -45,60 +43,4 @@ FORWARD = {
         (16384, 8, 1024),
         (262144, 4, 512, 4096),
     ),
-}
-BACKWARD = {
-    ("rms", 2): (
-        (256, 0, 0),
-        (384, 0, 128, 0, 4),
-        (512, 0, 0),
-        (768, 0, 256, 0, 4),
-        (1024, 0, 512),
-        (1536, 4, 512),
-        (3072, 4, 1024),
-        (4096, 8, 2048),
-        (5120, 4, 1024),
-        (16384, 8, 2048),
-        (262144, 8, 2048, 4096),
-    ),
-    ("layer", 2): (
-        (256, 0, 0),
-        (384, 0, 128, 0, 4),
-        (512, 0, 0),
-        (768, 0, 256, 0, 4),
-        (1024, 0, 0),
-        (1536, 4, 512),
-        (3072, 4, 1024),
-        (4096, 8, 2048),
-        (6144, 4, 1024),
-        (12288, 8, 2048),
-        (262144, 8, 2048, 4096),
-    ),
-    ("rms", 4): (
-        (16, 0, 0),
-        (64, 0, 64),
-        (512, 0, 0),
-        (1536, 4, 512),
-        (2048, 8, 1024),
-        (3072, 4, 512),
-        (7168, 8, 1024),
-        (262144, 4, 512, 2048),
-    ),
-    ("layer", 4): (
-        (16, 0, 0),
-        (64, 0, 64),
-        (512, 0, 0),
-        (1536, 4, 512),
-        (2048, 8, 1024),
-        (3072, 4, 512),
-        (12288, 8, 1024),
-        (262144, 4, 512, 2048),
-    ),
-}
-BACKWARD_UNTIMED = {
-    (norm, size): rows
-    for norm in ("rms", "layer")
-    for size, rows in {
-        2: ((1024, 0, 0), (2048, 4, 1024), (8192, 8, 2048), (262144, 8, 2048, 4096)),
-        4: ((512, 0, 0), (4096, 8, 1024), (262144, 8, 1024, 2048)),
-    }.items()
 }
