@@ -2,7 +2,7 @@
 
 A kernel adds up a row in an order that its plan prescribes (kernels/statistics.py): slice by slice,
 then the elements that a thread has of the last slice, then the threads of a block, then the blocks
-that share the row. `forward_order` and `backward_order` tell the order of a configuration.
+that share the row. `forward_order` tells the order of a configuration of a forward pass.
 `prescribed` tells the one that every norm of a row has, so that add_rms_norm(x, r) has the bits of
 rms_norm(x + r): without it no table and no rule may choose a configuration.
 
@@ -12,7 +12,8 @@ dtype, which is the dtype of the sum where a residual is added. Rows without a p
 - rows that do not fill 16-byte vectors, which are read element by element: with an order
   layer_norm of 4097 took 2.5 times as long (an H200);
 - norms with a gate, which read three matrices. Each has an order of its own, and keeps it;
-- heads that are rotated, and rows of which a process holds a piece.
+- heads that are rotated, and rows that are sharded over processes;
+- backward passes: dx in one order for all norms cost LayerNorms up to 13% (an H100).
 """
 
 from typing import NamedTuple
