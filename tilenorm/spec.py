@@ -43,19 +43,14 @@ class Options(NamedTuple):
 
 
 class Quantization(NamedTuple):
-    """How normalised rows are quantised, and what is returned of them. See ops/passes/quantize.py.
+    """How normalised rows are quantised, and what is returned: see ops/passes/quantize.py."""
 
-    scaling: "row", "block", "mx" or "tensor". dtype: that of q. power_of_2: the scales of rows and
-    blocks are powers of two. layout: of the scales. output: the normalised rows are returned too.
-    amax: their largest magnitude is returned too.
-    """
-
-    scaling: str
-    dtype: str = "float8_e4m3fn"
-    power_of_2: bool = False
-    layout: str = "row"
-    output: bool = False
-    amax: bool = False
+    scaling: str  # "row", "block", "mx" or "tensor"
+    dtype: str = "float8_e4m3fn"  # of q
+    power_of_2: bool = False  # the scales of rows and blocks are powers of two
+    layout: str = "row"  # of the scales
+    output: bool = False  # the normalised rows are returned too
+    amax: bool = False  # the largest magnitude of the normalised rows is returned too
 
     @property
     def group(self) -> int:
@@ -82,23 +77,16 @@ class Quantization(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """How normalised heads are rotated by their tokens' angles, whose cosines and sines are given.
+    """How normalised heads are rotated by the angles of their tokens, which tables give."""
 
-    dim: how many elements of a head are rotated, the first ones; it is even. head: the elements of
-    a head. interleaved: elements 2 i and 2 i + 1 are a pair, else i and i + dim / 2. table: the
-    dtype of cos and sin. full: these have `dim` columns, one for each element, else dim / 2, one
-    for each pair. positions: the dtype of the tokens' rows in the tables; None where each token
-    has a row of its own. heads_first: the input is (B, S, H, head), and what is made of it is
-    (B, H, S, head).
-    """
-
-    dim: int
-    head: int
-    interleaved: bool = False
-    table: str = "float32"
-    full: bool = True
+    dim: int  # how many elements of a head are rotated, the first ones; it is even
+    head: int  # the elements of a head
+    interleaved: bool = False  # elements 2 i and 2 i + 1 are a pair, else i and i + dim / 2
+    table: str = "float32"  # the dtype of cos and sin
+    full: bool = True  # tables have `dim` columns, one for each element, else one for each pair
+    # The dtype of the tokens' rows in the tables; None where each token has a row of its own.
     positions: str | None = None
-    heads_first: bool = False
+    heads_first: bool = False  # of an input (B, S, H, head), the output is (B, H, S, head)
 
     def aligned(self, item_bytes: int) -> bool:
         """Whether heads, and what is rotated of a head and of a table, are whole 16-byte vectors,
@@ -123,56 +111,43 @@ class Rotation(NamedTuple):
 class NormSpec:
     """One normalisation, independent of the number of rows and of the device.
 
-    norm: "rms" or "layer". hidden: N, the elements of a row. dtype: the dtype of input and output.
-    weight, bias: their dtypes, or None without them. offset: a constant added to the weight.
-
-    residual: the dtype of the residual and of the sum x + residual, which is normalised. addend:
-    the dtype of what is added to x before the residual, and of x + addend. skip: the dtype of what
-    is added to the normalised rows, and of the output. dropout_mask: "bool", if x is multiplied by
-    a mask and by dropout_scale before the sum. layer_scale: the dtype of the N factors of x before
-    the sum. gate: the dtype of the gate z; act(z) multiplies the normalised rows, or, with
-    gate_first, the rows before the norm. activation: act(z) is z · σ(z) for "silu" and σ(z) for
-    "sigmoid". heads: 0, or the number of heads H; each head has its own N weights and biases, and
-    row i of the input belongs to head i mod H. quantized: how the output is quantised, if it is.
-    inner: the norm of x that is added to the residual in place of x, or None. mod_scale, mod_shift:
-    the dtypes of what modulates the normalised rows, a row for each group of consecutive rows: y is
-    multiplied by 1 + scale, and shift is added. mod_gate: that of what multiplies x, by group,
-    before the residual is added. rounding: "late"
-    computes in float32 to the end; "early" rounds to the input's dtype before the weight is
-    applied.
-
-    rotation: how the normalised heads are rotated, if they are. x is then (tokens, H, head), and
-    hidden is `head`, or H · head where all heads of a token are normalised together. key: the dtype
-    of other heads of the same tokens, for which the same is done; key_weight: that of their weight.
-    key_hidden: the elements of a key's token, where these are normalised together, else 0.
+    A field that is a dtype is None where the norm has no such tensor.
     """
 
-    norm: str
-    hidden: int
-    dtype: str
-    weight: str | None = None
-    bias: str | None = None
-    offset: float = 0.0
-    residual: str | None = None
-    gate: str | None = None
-    gate_first: bool = False
+    norm: str  # "rms" or "layer"
+    hidden: int  # N, the elements of a row
+    dtype: str  # of input and output
+    weight: str | None = None  # a dtype
+    bias: str | None = None  # a dtype
+    offset: float = 0.0  # a constant added to the weight
+    residual: str | None = None  # the dtype of it, and of the sum x + residual, which is normalised
+    gate: str | None = None  # the dtype of z; act(z) multiplies the normalised rows
+    gate_first: bool = False  # act(z) multiplies the rows before the norm
+    # The number of heads H, or 0. Each head has its own N weights and biases, and row i of the
+    # input belongs to head i mod H.
     heads: int = 0
+    # "late" computes in float32 to the end; "early" rounds to the input's dtype before the weight
+    # is applied.
     rounding: str = "late"
-    activation: str = "silu"
-    addend: str | None = None
-    skip: str | None = None
-    dropout_mask: str | None = None
-    layer_scale: str | None = None
-    dropout_scale: float = 1.0
-    quantized: Quantization | None = None
-    inner: "NormSpec | None" = None
+    activation: str = "silu"  # act(z) is z · σ(z) for "silu" and σ(z) for "sigmoid"
+    addend: str | None = None  # the dtype of what is added before the residual, and of that sum
+    skip: str | None = None  # the dtype of what is added to normalised rows, and of the output
+    dropout_mask: str | None = None  # "bool": x is multiplied by a mask before the sum
+    layer_scale: str | None = None  # the dtype of the N factors of x before the sum
+    dropout_scale: float = 1.0  # a factor beside the mask
+    quantized: Quantization | None = None  # how the output is quantised
+    inner: "NormSpec | None" = None  # the norm of x that is added to the residual in place of x
+    # The dtypes of what modulates the normalised rows, with a row for each group of consecutive
+    # rows: y is multiplied by 1 + scale, and shift is added.
     mod_scale: str | None = None
     mod_shift: str | None = None
-    mod_gate: str | None = None
+    mod_gate: str | None = None  # a dtype; it multiplies x, by group, before the residual is added
+    # How the normalised heads are rotated. x is then (tokens, H, head), and hidden is `head`, or
+    # H · head where all heads of a token are normalised together.
     rotation: Rotation | None = None
-    key: str | None = None
-    key_weight: str | None = None
-    key_hidden: int = 0
+    key: str | None = None  # the dtype of other heads of the same tokens, which are treated alike
+    key_weight: str | None = None  # a dtype
+    key_hidden: int = 0  # the elements of a key's token, where these are normalised together
 
     @classmethod
     def of(cls, op: str, hidden: int, dtype: str, **fields) -> "NormSpec":

@@ -49,25 +49,19 @@ class Launch(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """What a backward pass takes and makes.
+    """What a backward pass takes and makes."""
 
-    dx to dgate: which gradients are requested. dsum: the sum x + residual has an incoming gradient.
-    terms: how many tensors make up dy. output: y is requested once more. modulation: of a modulated
-    norm, which gradients of the tensors of MODULATION are requested. of_key: of a rotated norm,
-    which gradients of the tensors of OF_KEY are; dx and dw are then those of the queries, and dsum
-    tells that the gradient of the rotated key comes in.
-    """
-
+    # Which gradients are requested. Of a rotated norm, dx and dw are those of the queries.
     dx: bool
     dw: bool = False
     db: bool = False
     dresidual: bool = False
     dgate: bool = False
-    dsum: bool = False
-    terms: int = 1
-    output: bool = False
-    modulation: tuple[bool, ...] = ()
-    of_key: tuple[bool, ...] = ()
+    dsum: bool = False  # the gradient of the sum x + residual, or of the rotated key, comes in
+    terms: int = 1  # how many tensors make up dy
+    output: bool = False  # y is requested once more
+    modulation: tuple[bool, ...] = ()  # of a modulated norm, for each tensor of MODULATION
+    of_key: tuple[bool, ...] = ()  # of a rotated norm, for each tensor of OF_KEY
 
     @property
     def gradients(self) -> tuple[bool, ...]:

@@ -30,19 +30,14 @@ _autocast = torch.is_autocast_enabled  # for CUDA; given a device's name it take
 
 
 class Known(NamedTuple):
-    """What serves calls whose tensors `check` takes. Leading sizes and strides may differ.
-
-    index: the CUDA device's, or None. most: how many elements the input may have. rows: the places
-    of the tensors that have the input's shape.
-    recorded: whether one of the tensors requires a gradient.
-    """
+    """What serves calls whose tensors `check` takes. Leading sizes and strides may differ."""
 
     check: Callable[..., bool]
-    index: int | None
-    most: int
-    rows: tuple[int, ...]
+    index: int | None  # the CUDA device's
+    most: int  # how many elements the input may have
+    rows: tuple[int, ...]  # the places of the tensors that have the input's shape
     eps: Any
-    recorded: bool
+    recorded: bool  # one of the tensors requires a gradient
     bound: Bound
 
 

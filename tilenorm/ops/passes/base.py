@@ -24,25 +24,20 @@ class Served(NamedTuple):
 
 
 class Repeat(NamedTuple):
-    """What repeats an earlier call, with the shapes and dtypes of its tensors: see Pass.repeated.
+    """What repeats an earlier call of tensors of its shapes and dtypes: see Pass.repeated."""
 
-    made: what is allocated, the results first, then scratch; None for what is absent. cleared: the
-    places of what is zeroed. shown: of each result that a caller gets as another view, its place
-    and the arguments of layout.shown_as. strided: the places of the tensors that are read wherever
-    they lie. index: the device's. results: how many of what is made a caller gets. empty: what
-    allocates. stream: a function of the index. launch: as driver.Repeated; idle, write, queue: its
-    parts, see driver.in_parts.
-    """
-
+    # What is allocated: the results, then scratch; None for what is absent.
     made: Sequence[tuple | None]
-    cleared: Sequence[int]
+    cleared: Sequence[int]  # the places of what is zeroed
+    # Of each result that a caller gets as another view: its place, the arguments of shown_as.
     shown: Sequence[tuple]
-    strided: frozenset[int]
-    index: int
-    results: int
-    empty: Callable[..., Tensor]
-    stream: Callable[[int], int]
-    launch: Callable[[int, Sequence[int]], bool]
+    strided: frozenset[int]  # the places of the tensors that are read wherever they lie
+    index: int  # the device's
+    results: int  # how many of what is made a caller gets
+    empty: Callable[..., Tensor]  # allocates
+    stream: Callable[[int], int]  # a function of the index
+    launch: Callable[[int, Sequence[int]], bool]  # as driver.Repeated
+    # The parts of `launch`: see driver.in_parts.
     idle: list
     write: Callable
     queue: Callable

@@ -18,20 +18,15 @@ SUMMED = ("x", "residual", "addend")
 
 
 class Step(NamedTuple):
-    """The backward pass of one norm of an op.
+    """The backward pass of one norm of an op."""
 
-    place: which of the op's norms. asked: the roles of the tensors whose gradients are asked for,
-    with the op's names of them. dy, dsum: the op's names of what the incoming gradients are of.
-    kept: where the tensors stand that autograd saved.
-    """
-
-    place: int
+    place: int  # which of the op's norms
     spec: NormSpec
     needs: Needs
-    asked: dict[str, str]
-    dy: str | None
-    dsum: str | None
-    kept: slice
+    asked: dict[str, str]  # for each role whose gradient is asked for, the name of the op's port
+    dy: str | None  # the name of the port whose gradient comes in as dy
+    dsum: str | None  # the same of dsum
+    kept: slice  # where the tensors stand that autograd saved
 
     @property
     def gradient_index(self) -> dict[str | None, int]:
