@@ -109,6 +109,20 @@ def test_info_shows_it(kernel, compiler, gpu_of_info, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("version, warns", {"13.4.92": False, "13.5.37": True}.items())
+def test_info_warns_of_another_compiler_than_that_of_the_tables(
+    version, warns, compiler, gpu_of_info, monkeypatch
+):
+    """It is no problem: the kernels serve."""
+    monkeypatch.setattr(info, "NORMS", ())
+    monkeypatch.setattr(info, "NOT_OF_ROWS", ())
+    compiler.is_of(version)
+    lines, wrong = info.information()
+    told = [line for line in lines if line.startswith("  warning: the configurations for sm_90 ")]
+    assert len(told) == warns and not wrong
+    assert all(f"this is tileiras {version}" in line for line in told)
+
+
 def test_a_folder_for_temporary_files_that_is_gone(compiler, told, monkeypatch):
     monkeypatch.setattr(default_tile_context.config, "temp_dir", str(compiler.folder / "none"))
     norm()
@@ -180,7 +194,7 @@ def broken(request, compiler, monkeypatch) -> tuple:
 def assert_reason(reason: str, words: str) -> None:
     """It is one line, and ends in what a user can do."""
     assert reason.startswith(f"its compiler {words}") and "\n" not in reason
-    packages = (f'"{name}>=13.4,<13.5"' for name in toolchain.COMPILER_PACKAGES)
+    packages = (f'"{name}>=13.4,<14"' for name in toolchain.COMPILER_PACKAGES)
     pip = f"pip install {' '.join(packages)}"
     # The packages' tileiras sees CUDA_ROOT too.
     assert reason.endswith("unset CUDA_ROOT" if "CUDA_ROOT" in reason else pip)
