@@ -5,6 +5,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
+from torch import nn
+
+from tilenorm.integrations import vllm
 from tilenorm.ops.passes import reference
 
 
@@ -26,3 +29,14 @@ def counting() -> Iterator[Counter]:
             function = counted(getattr(reference, name), suffix)
             stack.enter_context(patch.object(reference, name, function))
         yield counts
+
+
+def start_counting(model: nn.Module) -> None:
+    """In a worker of vLLM, for as long as the process runs."""
+    model.counter = counting()
+    model.counts = model.counter.__enter__()
+
+
+def counts_of(model: nn.Module) -> dict:
+    """What a worker of vLLM has counted, and the report of its model."""
+    return dict(model.counts) | {"report": vllm.report(model)}

@@ -20,7 +20,7 @@ os.environ |= {
 import torch
 from torch import Tensor, nn
 
-from .counted import counting
+from .counted import counts_of, start_counting
 
 LENGTHS, NEW_TOKENS = (5, 17, 33), 6
 
@@ -28,18 +28,6 @@ LENGTHS, NEW_TOKENS = (5, 17, 33), 6
 def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(7)
     return [torch.randint(3, 512, (n,), generator=generator).tolist() for n in LENGTHS]
-
-
-def start_counting(model: nn.Module) -> None:
-    """In a worker."""
-    model.counter = counting()
-    model.counts = model.counter.__enter__()
-
-
-def counts_of(model: nn.Module) -> dict:
-    from tilenorm.integrations import vllm
-
-    return dict(model.counts) | {"report": vllm.report(model)}
 
 
 def record(model: nn.Module, seen: list) -> None:
@@ -85,7 +73,7 @@ def main() -> None:
         enable_prefix_caching=False,
     )
     seen: list[tuple[str, tuple[Tensor, ...], tuple[Tensor, ...]]] = []
-    llm.apply_model(start_counting)
+    llm.apply_model(start_counting)  # workers import it by its name
     if not (asked.compile or several):
         llm.apply_model(lambda model: record(model, seen))
     how = {"temperature": 0, "max_tokens": NEW_TOKENS, "detokenize": False, "ignore_eos": True}
