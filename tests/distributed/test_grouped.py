@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard
 
+from tests.support.calls import call, random
+
 from ..ops import test_modulated as modulated
 from ..ops import test_rope as rotated
-from ..ops.helpers import call, random
 from ..ops.test_modulated import compare
 from .placing import R, counted, placed
 from .world import EACH_MESH, NAMES, mesh, on_every_rank, slow_but_first

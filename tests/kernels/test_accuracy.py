@@ -5,16 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests import cases
-from tests.executors import Inputs
+from tests.support import cases
+from tests.support.executors import Inputs
+from tests.support.results import assert_same_bits, check, each_spec, over
 from tilenorm.launch import calls
 from tilenorm.launch.calls import Needs, every_gradient
 from tilenorm.launch.plan import plan_forward
 from tilenorm.ops.passes import cutile
 from tilenorm.spec import NormSpec
 from tilenorm.table import OPTIONS
-
-from .helpers import assert_same_bits, check, each_spec, over
 
 
 @over(argvalues=cases.matrix("forward"))

@@ -8,13 +8,12 @@ TOGETHER reads the weights of several segments at once.
 
 import pytest
 
-from tests import cases
-from tests.executors import Inputs, Interpreter
-from tests.ops.helpers import slow
+from tests.support import cases
+from tests.support.calls import slow
+from tests.support.executors import Inputs, Interpreter
+from tests.support.results import assert_same_bits, each_spec, every_result
 from tilenorm.launch.plan import plan_forward
 from tilenorm.spec import NormSpec
-
-from .helpers import assert_same_bits, each_spec, every_result
 
 # Tiles of several rows and of one, tile loads, shared rows; masked and not; aligned and not.
 SPECS = (

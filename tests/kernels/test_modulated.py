@@ -6,14 +6,13 @@ from random import Random
 import pytest
 import torch
 
-from tests import cases
-from tests.executors import Inputs, Interpreter
+from tests.support import cases
+from tests.support.executors import Inputs, Interpreter
+from tests.support.results import assert_same_bits, check, every_result, seeds
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.plan import plan_backward
 from tilenorm.spec import NormSpec
 from tilenorm.table import MODULATION
-
-from .helpers import assert_same_bits, check, every_result, seeds
 
 # (groups, rows of each): a group for all blocks, tiles of several rows that end within a group,
 # blocks that have several groups, and, last, groups that no blocks share.

@@ -6,13 +6,12 @@ tests/ops/test_rope.py compares the bits of tensors that lie otherwise in memory
 from dataclasses import replace
 from random import Random
 
-from tests.cases import OF_KEY
-from tests.executors import Interpreter
-from tests.tolerance import assert_close
+from tests.support import rope
+from tests.support.cases import OF_KEY
+from tests.support.executors import Interpreter
+from tests.support.results import assert_same_bits, every_result, seeds
+from tests.support.tolerance import assert_close
 from tilenorm.launch.calls import every_gradient
-
-from . import rope
-from .helpers import assert_same_bits, every_result, seeds
 
 
 def call_of(seed: int):

@@ -4,8 +4,8 @@ from itertools import cycle, product
 
 import pytest
 
-from tests import cases
-from tests.executors import arguments_of, backward_calls, forward_calls
+from tests.support import cases
+from tests.support.executors import arguments_of, backward_calls, forward_calls
 from tilenorm.kernels.forward import row_forward
 from tilenorm.launch.calls import MAX_GRID, MAX_SIDE, Needs, constants_of, every_gradient
 from tilenorm.launch.config import Hints

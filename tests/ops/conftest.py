@@ -5,16 +5,15 @@ import pytest
 import torch
 
 import tilenorm
-from tests.stand_in_compiler import compiling_gpu
-from tests.stand_in_cxx import Cxx
+from tests.support.calls import CALLS, DEVICES, Form
+from tests.support.pretended import CACHES, GPU, by, forgotten, pretended_gpu
+from tests.support.stand_in_compiler import compiling_gpu
+from tests.support.stand_in_cxx import Cxx
 from tilenorm.launch import plan, toolchain
 from tilenorm.ops.passes import cutile, native, reference, registry
 from tilenorm.ops.passes.native import build
 from tilenorm.tools import info, precompile
 from tilenorm.tools.cubin import Resources
-
-from .helpers import CALLS, DEVICES, Form
-from .pretended import CACHES, GPU, by, forgotten, pretended_gpu
 
 
 @pytest.fixture(params=DEVICES)

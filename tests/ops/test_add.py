@@ -10,14 +10,8 @@ import pytest
 import torch
 
 import tilenorm
-from tests import layouts
-from tilenorm.launch import kernel
-from tilenorm.launch.plan import chain_refused
-from tilenorm.launch.target import Target
-from tilenorm.ops.passes import cutile
-from tilenorm.spec import NormSpec
-
-from .helpers import (
+from tests.support import layouts
+from tests.support.calls import (
     BRANCHED,
     EACH_JOINED,
     EPS,
@@ -31,7 +25,12 @@ from .helpers import (
     step,
     tensors_of,
 )
-from .pretended import by
+from tests.support.pretended import by
+from tilenorm.launch import kernel
+from tilenorm.launch.plan import chain_refused
+from tilenorm.launch.target import Target
+from tilenorm.ops.passes import cutile
+from tilenorm.spec import NormSpec
 
 B, H, F, D = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DTYPES = ((B, B), (F, F), (H, H), (B, F), (F, B), (D, D))

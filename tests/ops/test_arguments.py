@@ -11,13 +11,12 @@ import pytest
 import torch
 
 import tilenorm
+from tests.support.calls import TORCH
+from tests.support.wrong_calls import Function, Wrong, of_functions, of_integrations, of_modules
 from tilenorm.launch import plan
 from tilenorm.ops import call as calls
 from tilenorm.ops.passes import bound, cutile, reference, registry
 from tilenorm.table import NORMS
-
-from .helpers import TORCH
-from .wrong_calls import Function, Wrong, of_functions, of_integrations, of_modules
 
 FUNCTIONS = dict([*of_functions(), *of_modules(), *of_integrations()])
 PLANS = (bound.bound_for, plan.plan_forward, plan.plan_backward)

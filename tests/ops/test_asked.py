@@ -23,10 +23,7 @@ from torch.utils.checkpoint import (
 )
 
 import tilenorm
-from tilenorm.ops.pytorch import torch_private
-from tilenorm.ops.torch_ops import autograd, library
-
-from .helpers import (
+from tests.support.calls import (
     ADD,
     CALLS,
     DTYPES,
@@ -43,7 +40,10 @@ from .helpers import (
     step,
     tensors_of,
 )
-from .passes import FUNCTIONS, WAYS, Seen, by_grad, passes, recorded
+from tests.support.passes import FUNCTIONS, WAYS, Seen, by_grad, passes, recorded
+from tilenorm.ops.pytorch import torch_private
+from tilenorm.ops.torch_ops import autograd, library
+
 from .test_drawn import draw
 
 

@@ -9,9 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import tilenorm
-from tilenorm.ops.passes import registry
-
-from .helpers import (
+from tests.support.calls import (
     CALLS,
     FEW,
     by_pytorch,
@@ -23,6 +21,7 @@ from .helpers import (
     slow,
     tensors_of,
 )
+from tilenorm.ops.passes import registry
 
 
 def second(form, function, tensors, incoming, options):

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import layouts
-
-from .helpers import (
+from tests.support import layouts
+from tests.support.calls import (
     DTYPES,
     FAMILY,
     Form,
@@ -27,8 +26,8 @@ from .helpers import (
     step,
     tensors_of,
 )
-from .passes import passes
-from .pretended import by
+from tests.support.passes import passes
+from tests.support.pretended import by
 
 EXAMPLES = 4
 B, F32, F64 = torch.bfloat16, torch.float32, torch.float64

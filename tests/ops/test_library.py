@@ -13,15 +13,24 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 from torch.testing._internal.two_tensor import TwoTensor
 
+from tests.support import calls as helpers
+from tests.support.calls import (
+    DTYPES,
+    RMS,
+    Form,
+    by_inductor,
+    messages,
+    op_call,
+    random,
+    tensors_of_op,
+)
+from tests.support.passes import Seen, changed, check_decomposition, detached, named
+from tests.support.pretended import by
+from tests.support.uses import CHAINS
 from tilenorm.table import MODULATED_NORMS, OPS, ROTATED_NORMS
 
-from . import helpers
-from .helpers import DTYPES, RMS, Form, by_inductor, messages, op_call, random, tensors_of_op
-from .passes import Seen, changed, check_decomposition, detached, named
-from .pretended import by
 from .test_drawn import draw, laid_out
 from .test_modulated import compare
-from .uses import CHAINS
 
 B, F32 = torch.bfloat16, torch.float32
 OTHERS = {name: Form(name) for name in MODULATED_NORMS}

@@ -21,10 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import tilenorm
-from tilenorm.ops.call import MOST_CALLS
-from tilenorm.ops.passes import cutile
-
-from .helpers import (
+from tests.support.calls import (
     CALLS,
     FAMILY,
     FEW,
@@ -40,7 +37,9 @@ from .helpers import (
     step,
     tensors_of,
 )
-from .pretended import pretended_gpu
+from tests.support.pretended import pretended_gpu
+from tilenorm.ops.call import MOST_CALLS
+from tilenorm.ops.passes import cutile
 
 KINDS = ("plain", "steps", "negative", "strided", "op", "refused")
 

@@ -6,17 +6,16 @@ import pytest
 import torch
 
 import tilenorm
-from tests import layouts
+from tests.support import calls as helpers
+from tests.support import layouts
+from tests.support.calls import Form, assert_step, expected_of, random, same, step
+from tests.support.pretended import by
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.target import Target
 from tilenorm.spec import NormSpec
 from tilenorm.tools.explain import explain_spec, planned_device
 from tilenorm.tools.precompile import calls_of, compile_call
-
-from . import helpers
-from .helpers import Form, assert_step, expected_of, random, same, step
-from .pretended import by
 
 B, F32, D = torch.bfloat16, torch.float32, torch.float64
 SERVED = ("reference", "sm_80", "sm_90")

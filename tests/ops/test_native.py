@@ -13,14 +13,13 @@ import torch
 from torch import nn
 
 import tilenorm
-from tests.quantized import bits
+from tests.support.calls import FAMILY, made_by_inductor, random, same, step, tensors_of
+from tests.support.passes import Seen
+from tests.support.quantized import bits
+from tests.support.served import THREE, WARM, N, entered, is_served, layer, leaves, warmed
+from tests.support.uses import USES
 from tilenorm.ops.passes import cutile, native
 from tilenorm.table import OPS
-
-from .helpers import FAMILY, made_by_inductor, random, same, step, tensors_of
-from .passes import Seen
-from .served import THREE, WARM, N, entered, is_served, layer, leaves, warmed
-from .uses import USES
 
 pytestmark = pytest.mark.usefixtures("by_extension")
 

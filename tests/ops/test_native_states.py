@@ -19,10 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tilenorm
+from tests.support.calls import random
+from tests.support.served import THREE, WARM, N, entered, is_served, layer, leaves, warmed
 from tilenorm.ops.passes import native
-
-from .helpers import random
-from .served import THREE, WARM, N, entered, is_served, layer, leaves, warmed
 
 pytestmark = pytest.mark.usefixtures("by_extension")
 

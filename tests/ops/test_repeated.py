@@ -12,15 +12,14 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import tilenorm
-from tests.quantized import bits
+from tests.support.calls import LAYER, RMS, call, random, same, step, tensors_of
+from tests.support.quantized import bits
+from tests.support.wrong_calls import right_of
 from tilenorm.ops import call as calls
 from tilenorm.ops.call import MOST_GUARDS, remembered
 from tilenorm.ops.passes import base, cutile
 from tilenorm.ops.pytorch import torch_private
 from tilenorm.table import NORMS, OPS
-
-from .helpers import LAYER, RMS, call, random, same, step, tensors_of
-from .wrong_calls import right_of
 
 N = 64
 

@@ -7,13 +7,13 @@ import torch
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 import tilenorm
-from tests import layouts
+from tests.support import layouts
+from tests.support.calls import NEEDS_GPU, Form, call, gradients_like, random, same, slow, step
+from tests.support.pretended import by, tensors_among
 from tilenorm.ops.passes import allocation, cutile
 from tilenorm.spec import NormSpec, Rotation
 from tilenorm.tools.explain import explain_spec, planned_device
 
-from .helpers import NEEDS_GPU, Form, call, gradients_like, random, same, slow, step
-from .pretended import by, tensors_among
 from .test_modulated import compare
 
 B, F32, D = torch.bfloat16, torch.float32, torch.float64

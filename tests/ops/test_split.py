@@ -11,21 +11,20 @@ import torch
 from torch.library import opcheck
 
 import tilenorm
-from tests import cases, drawing
-from tests.executors import Inputs
-from tests.guarded import guarded
-from tests.kernels.helpers import check
-from tests.oracle import Truth
-from tests.pieces import OPS, in_pieces
-from tests.tolerance import assert_close
+from tests.support import cases, drawing
+from tests.support.calls import NEEDS_GPU, random, slow
+from tests.support.executors import Inputs
+from tests.support.guarded import guarded
+from tests.support.oracle import Truth
+from tests.support.passes import Seen, check_decomposition
+from tests.support.pieces import OPS, in_pieces
+from tests.support.pretended import by, pretended_gpu
+from tests.support.results import check
+from tests.support.tolerance import assert_close
 from tilenorm.launch.toolchain import CompileError
 from tilenorm.ops.passes import cutile, registry
 from tilenorm.spec import NormSpec, Options
 from tilenorm.table import NORMS as NAMES
-
-from .helpers import NEEDS_GPU, random, slow
-from .passes import Seen, check_decomposition
-from .pretended import by, pretended_gpu
 
 SERVED = ("reference", *cases.INTERPRETED)
 EACH = pytest.mark.parametrize("served", SERVED)

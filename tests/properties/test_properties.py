@@ -7,8 +7,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests import cases
-from tests.executors import Inputs, Interpreter
+from tests.support import cases
+from tests.support.executors import Inputs, Interpreter
 from tilenorm.kernels import backward, forward
 from tilenorm.launch.calls import every_gradient
 from tilenorm.spec import NormSpec

@@ -10,12 +10,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests import cases, stand_in_driver
-from tests.executors import Inputs, arguments_of, backward_calls, forward_calls
-from tests.ops.helpers import EACH_FORM, call, slow, spec_of, tensors_of
-from tests.ops.pretended import pretended_gpu
-from tests.pieces import in_pieces
-from tests.quantized import HOWS
+from tests.support import cases, stand_in_driver
+from tests.support.calls import EACH_FORM, call, slow, spec_of, tensors_of
+from tests.support.executors import Inputs, arguments_of, backward_calls, forward_calls
+from tests.support.pieces import in_pieces
+from tests.support.pretended import pretended_gpu
+from tests.support.quantized import HOWS
 from tilenorm.launch.calls import bound, every_gradient
 from tilenorm.launch.plan import plan_backward
 from tilenorm.launch.target import MULTIPROCESSORS, Target

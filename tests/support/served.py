@@ -9,7 +9,7 @@ import torch
 
 import tilenorm
 
-from .helpers import random
+from .calls import random
 
 N = 64
 PACKAGE = Path(tilenorm.__file__).parent

@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tilenorm
-from tests import oracle
-from tests.tolerance import assert_close
 from tilenorm.ops.torch_ops import inductor
 from tilenorm.spec import NormSpec
 from tilenorm.table import NORMS, OPS, OPTIONS
+
+from . import oracle
+from .tolerance import assert_close
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 SLOW = pytest.mark.slow

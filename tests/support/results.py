@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import cases
-from tests.ops.helpers import slow
-from tests.tolerance import assert_close
+from . import cases
+from .calls import slow
+from .tolerance import assert_close
 
 over = partial(pytest.mark.parametrize, "executor, spec", indirect=["executor"], ids=cases.label)
 each_spec = partial(pytest.mark.parametrize, "spec", ids=cases.label)

@@ -16,8 +16,8 @@ from tilenorm.ops import call
 from tilenorm.ops.passes import bound, cutile, native, registry
 from tilenorm.ops.pytorch import torch_private
 
-from ..cases import target
-from ..executors import Interpreter
+from .cases import target
+from .executors import Interpreter
 
 CACHES = registry._told, registry.failures, bound.bound_for, bound.norm_of
 CACHES = *CACHES, call.remembered, SimpleNamespace(cache_clear=native.state().forget)

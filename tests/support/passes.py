@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tilenorm
 
-from .helpers import call, leaves_of
+from .calls import call, leaves_of
 
 
 class Seen(TorchDispatchMode):
