@@ -67,7 +67,7 @@ def test_every_regime_backward(executor, spec):
 
 @pytest.mark.parametrize("needs", (DX, DW_AND_DB), ids=lambda needs: needs.label)
 def test_gradients_of_shared_rows_do_not_depend_on_others(executor, needs):
-    """tests/properties draws the gradients of other rows. With a gate they have other bits on a
+    """test_drawn.py draws the gradients of other rows. With a gate they have other bits on a
     GPU: there the other gradients decide which multiplications the compiler fuses.
     """
     inputs = replace(Inputs.random(SHORT, 13, executor.device), dsum=None)

@@ -93,18 +93,6 @@ def test_each_function_and_module(name, dtypes):
             }
 
 
-def test_only_what_is_asked_for():
-    expected, given = dict(zip(THREE, warmed(), strict=True)), leaves(*THREE)
-    y = layer(given)
-    for names in (["input"], ["weight"], ["input", "bias"]):
-        wanted = [given[n] for n in names]
-        for _ in range(WARM):
-            ask = partial(torch.autograd.grad, y, wanted, torch.ones_like(y), retain_graph=True)
-            found = ask()
-        assert all(torch.equal(expected[n], t) for n, t in zip(names, found, strict=True))
-        assert entered(ask) == []
-
-
 def test_hooks_of_saved_tensors():
     expected, seen = warmed(), []
     given = leaves(*THREE)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 import tilenorm
 from tests.support.calls import Form, call, compare, random
@@ -23,6 +22,8 @@ ROPE = Form(NAME)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bits_of_hugging_face(dtype, by_token, device):
     """The norms and the rotation of Qwen 3, of heads and of whole tokens, with rounding="early"."""
+    from transformers.models.qwen3 import modeling_qwen3 as qwen3  # takes seconds
+
     given, heads = heads_of((2, 7), (4, 4), 32, 32, dtype), []
     if by_token:
         given |= {n: random(4, 32, dtype=dtype) for n in LEAVES[2:]}

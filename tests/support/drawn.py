@@ -74,6 +74,9 @@ def draw(rng: Random, form: Form, dtype: torch.dtype, device: str) -> Drawn:
             behind = ("next_weight", "next_bias") if form.op in CHAINS else BEHIND
             names = [n for n in names if n not in behind]
     asked = rng.sample(names, rng.choice((1, len(names) - 1 or 1, len(names), len(names))))
+    if form.op in NORMS:
+        options["offset"] = rng.choice((0.0, 1.0, -0.5))
+        options["rounding"] = rng.choice(("late", "late", "early"))
     return Drawn(tensors, incoming, asked, options)
 
 
@@ -97,9 +100,7 @@ def plain(rng: Random, form: Form, dtype: torch.dtype) -> tuple[dict, dict]:
     for name in ("weight", "bias"):
         if rng.random() < 0.2:
             del tensors[name]
-    options = {"dims": len(size), "offset": rng.choice((0.0, 1.0, -0.5))}
-    options["rounding"] = rng.choice(("late", "late", "early"))
-    return tensors, options
+    return tensors, {"dims": len(size)}
 
 
 def modulated(rng: Random, form: Form, dtype: torch.dtype) -> tuple[dict, dict]:
