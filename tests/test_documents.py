@@ -29,13 +29,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import tilenorm
+from tests.support.pretended import pretended_gpu
 from tilenorm.launch.calls import Call
 from tilenorm.ops.passes import registry
 from tilenorm.table import OPS
 from tilenorm.tools.precompile import compile_call
 
 from . import interpreter
-from .ops.pretended import pretended_gpu
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = (".github", "bench", "tests", "tilenorm")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from cuda.tile._cext import default_tile_context
 
-from tests.stand_in_compiler import ERROR
+from tests.support.stand_in_compiler import ERROR
 from tilenorm.__main__ import main
 from tilenorm.launch import heuristics, user_table
 from tilenorm.launch.config import Backward, Hints, RowForward

@@ -23,11 +23,11 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 import tilenorm
+from tests.support.calls import EACH_DEVICE, random
+from tests.support.tolerance import FLOAT32_UNITS
 from tilenorm.integrations.patch.twin import Refused, run, twin_of
 from tilenorm.ops import functional
 
-from ..ops.helpers import EACH_DEVICE, random
-from ..tolerance import FLOAT32_UNITS
 from . import norms
 from .drawn_norms import gated_norm, with_parts
 from .norms import N

@@ -12,14 +12,13 @@ import pytest
 import torch
 
 import tilenorm
+from tests.support.pretended import pretended_gpu
+from tests.support.served import entered
+from tests.support.uses import USES
 from tilenorm.launch import driver
 from tilenorm.ops.passes import cutile
 from tilenorm.ops.pytorch.torch_private import fused_rms_norm
 from tilenorm.table import OPS
-
-from .pretended import pretended_gpu
-from .served import entered
-from .uses import USES
 
 B = torch.bfloat16
 ONE = "add_rms_norm of one tensor"

@@ -15,9 +15,9 @@ from random import Random
 import pytest
 import torch
 
-from tests import cases
-from tests.executors import with_arguments
 from tests.ops.test_add import spec_of as spec_of_chain
+from tests.support import cases
+from tests.support.executors import with_arguments
 from tilenorm.launch import heuristics
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.target import TARGETS, Target
