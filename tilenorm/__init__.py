@@ -84,7 +84,7 @@ __all__ = [
     "rms_norm_rope",
     "unpatch",
 ]
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 
 if not TYPE_CHECKING:  # a type checker would then take every name for one that is there

@@ -55,13 +55,6 @@ def compile_ahead(asked: argparse.Namespace) -> int:
     specs = options.served(asked, planned_device(asked.arch))
     terms = tuple(asked.terms or COMPILED_TERMS)
     calls = partial(precompile.training_calls, terms=terms, output=asked.output)
-    if asked.pieces:
-        if terms != (1,) or asked.output:
-            raise RefusedError("--pieces: rows in pieces take one term of dy and no --output")
-        for spec in specs:
-            if spec.modulated:
-                raise RefusedError(f"--pieces: {spec.op} has none")
-        calls = precompile.piece_training_calls
     return _print(precompile.listed(specs, Target.of(asked.arch), asked.processes, calls))
 
 

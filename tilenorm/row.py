@@ -41,7 +41,7 @@ class Port:
     @property
     def number(self) -> bool:
         """Whether it is a number for each row, which users do not get."""
-        return self.dims in ("...", "+...")
+        return self.dims == "..."
 
     @property
     def parameter(self) -> bool:
@@ -73,9 +73,8 @@ class Stage(NamedTuple):
 class Op:
     """A row of the table: an op that users call, or an internal one.
 
-    Internal ops are those of backward passes, and those of rows of which a process holds a piece,
-    some columns of each row (see ops/torch_ops/sharded_rows). Of these, a result that is a gradient
-    has the role of the tensor that it is the gradient of.
+    Internal ops are those of backward passes. Their results have the roles of the tensors that they
+    are the gradients of.
     """
 
     name: str

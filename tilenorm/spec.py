@@ -29,8 +29,8 @@ SHARED_FROM = 8192
 
 
 class Options(NamedTuple):
-    """The fields of NormSpec that do not follow from the tensors: what the op norm_backward and the
-    ops of rows in pieces take one by one, in this order, after their tensors.
+    """The fields of NormSpec that do not follow from the tensors: what the op norm_backward takes
+    one by one, in this order, after its tensors.
     """
 
     hidden: int

@@ -32,7 +32,6 @@ ARGUMENTS = {
     "norm": "str norm",
     "gate_first": "bool gate_first",
     "shift": "str? shift",
-    "dims": "int dims",
     "eps": "float eps",
     "next_eps": "float next_eps",
     "added": "bool added",
@@ -238,45 +237,6 @@ _BACKWARD = (
     ),
 )
 BACKWARD = {op.name: op for op in _BACKWARD}
-
-# Of rows in pieces: what a piece knows adds up to what whole rows have.
-PART = Port("part", "+...", "part", needed=True)
-OWN = Port("own", "+...", "own", needed=True)
-WHOLE = Port("whole", "...", "whole", needed=True)
-TOTAL = Port("sum", role="sum", needed=True)
-CENTERED_PART = Port("centered", "+...", "centered", needed=True)
-CENTERED = Port("centered", "...", "centered")
-WHOLE_MEAN = Port("mean", "...", "mean", needed=True)
-WHOLE_RSTD = Port("rstd", "...", "rstd", needed=True)
-DOTS_PART = Port("dots", "+...", "dots", needed=True)
-DOTS = Port("dots", "...", "dots")
-CUT = (*SPEC, "dims")
-_PIECES = (
-    Op("row_sums", "", (X, RESIDUAL_IF, GATE_IF), (PART, OWN, TOTAL), (*CUT, "backend")),
-    Op("row_center", "", (X, WHOLE_MEAN, OWN), (CENTERED_PART,), (*CUT, "backend")),
-    Op(
-        "row_apply",
-        "",
-        (X, GATE_IF, *AFFINE, WHOLE, CENTERED),
-        (Y_AGAIN, WHOLE_MEAN, WHOLE_RSTD),
-        (*CUT, "eps", "dtype", "save", "backend"),
-    ),
-    Op(
-        "grad_sums",
-        "",
-        (DY, X, GATE_IF, WEIGHT, *STATISTICS),
-        (DOTS_PART,),
-        (*CUT, "backend"),
-    ),
-    Op(
-        "grad_apply",
-        "",
-        (DY, DSUM, X, GATE_IF, *AFFINE, *STATISTICS, DOTS),
-        (DX, DRESIDUAL, DGATE, DW, DB),
-        (*CUT, "added", "output_mask", "backend"),
-    ),
-)
-PIECES = {op.name: op for op in _PIECES}
 
 # What other modules read of the rows.
 # The roles of what lies by group, and of a key and its weight, in the order of Needs.gradients.

@@ -131,6 +131,7 @@ def check_against_float64(form, rows, n):
         assert_close(name, got[name], Truth(value, scale), total)
 
 
+@pytest.mark.gpu_memory(48)
 @pytest.mark.parametrize("name", ["rms_norm", "add_layer_norm", "gated_rms_norm"])
 @pytest.mark.parametrize("n", [1024, 65536])
 def test_more_than_two_to_the_31_elements(n, name):

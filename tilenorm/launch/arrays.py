@@ -23,7 +23,7 @@ def _named(kind: type, *sums: str) -> Any:
     return namedtuple(kind.__name__, [*names, *sums], defaults=[ABSENT] * (len(names) + len(sums)))
 
 
-ForwardArrays, SplitForwardArrays = map(_named, (arrays.ForwardArrays, arrays.SplitForwardArrays))
+ForwardArrays = _named(arrays.ForwardArrays)
 RopeForwardArrays = _named(arrays.RopeForwardArrays)
 # dy is a tuple of the terms of dy. The two sums stay at the end, whatever a call leaves out.
 SUMS = {"BackwardArrays": ("dw", "db"), "RopeBackwardArrays": ("dw", "dkey_weight")}

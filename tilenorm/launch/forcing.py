@@ -19,6 +19,7 @@ def forced(config: Config) -> Iterator[None]:
     blocks of one direction the inner one serves. The block concerns all threads of the process. It
     does not concern code that torch.compile generated and that has run before. A configuration
     that does not compile is replaced by the reference, with a warning, until the block ends.
+    Another configuration may add up a row in another order, which changes last bits (order.py).
 
     Raises TypeError for anything but a configuration. Calls in the block raise ValueError where
     the configuration cannot serve them, and launch nothing.

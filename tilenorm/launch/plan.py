@@ -22,6 +22,7 @@ from .arrays import MAIN_ARRAYS, BackwardArrays, ForwardArrays, of_group_sums, t
 from .calls import MAX_GRID, Launch, Needs, constants, parts, rectangles
 from .config import Backward, ColumnSum, Hints, RowForward, SharedForward, StreamForward, cdiv
 from .kernel import hinted
+from .order import RowOrder, forward_order
 from .quantized import cast_apart, compiled_as
 from .rope import RopeBackwardPlan, RopeForwardPlan
 from .target import Target
@@ -136,17 +137,15 @@ class ForwardPlan(Tiling):
         """Whether weights are read with the row. If so, small batches have a variant."""
         return isinstance(self.config, RowForward) and self.config.fetch
 
+    @cached_property
+    def order(self) -> RowOrder:
+        """The order in which a row is added up, which decides its bits."""
+        return forward_order(self.spec, self.config)
+
     @property
     def ordered(self) -> bool:
-        """Whether the kernel prescribes the order in which a row is added up.
-
-        It does not in a tile of several rows: gated_layer_norm of 128 took 1.2 times as long with
-        an order, and layer_norm_quantized of 1024 took 2.5 times (bfloat16, an H100). Nor does it
-        in rows that do not start on vectors, unless variants have to agree: layer_norm of 4097 took
-        2.5 times as long (an H200).
-        """
-        one_row = self.config.rows == 1 and self.spec.aligned
-        return self.fetches or self.chunks > 1 or one_row
+        """Whether the kernel prescribes the order in which a row is added up."""
+        return self.order.prescribes
 
     @cached_property
     def _small_variant(self) -> "ForwardPlan":

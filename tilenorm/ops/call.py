@@ -15,14 +15,14 @@ from ..table import OPS
 from . import arguments, overrides
 from .passes.bound import MOST_CALLS, Bound, bound_of, kinds_of, refuse_gradient, specs_of
 from .passes.native import state
-from .passes.registry import MAX_ROWS, device_of, select_transformed
+from .passes.registry import MAX_ROWS, TRANSFORMED, device_of, select_reference
 from .pytorch import torch_private
 from .pytorch.plain import MOST_GUARDS, in_onnx_export, is_plain, is_transformed
 from .pytorch.sizes import without_tensor
 from .pytorch.torch_private import TensorGuards, forward_mode, modes
 from .torch_ops import library
 from .torch_ops.autograd import apply, call_needs_grad
-from .torch_ops.sharded_rows import norm as split
+from .torch_ops.sharded_rows import has_sharded_rows, of_sharded_rows
 from .torch_ops.telling import tell
 
 NATIVE = state()
@@ -143,10 +143,10 @@ def checked(
         if not is_compiling():
             specs = specs_of(op, options, *kinds_of(op, cast, options[0]))
             device = device_of(x.device.type, x.get_device())
-        select_transformed(op.name, specs, device, backend)
+        select_reference(op.name, specs, device, backend, TRANSFORMED)
         return called.formula()
-    if not op.quantized and split.is_cut(cast[0], dims):
-        return split.of_op(op, cast, options, dims, eps_of_norms, backend)
+    if not op.quantized and has_sharded_rows(cast[0], dims):
+        return of_sharded_rows(op, cast, options, dims, eps_of_norms, backend)
     arguments_of_op = *cast, *options, *eps_of_norms, save, backend
     return called.present(getattr(torch.ops.tilenorm, op.name)(*arguments_of_op))
 

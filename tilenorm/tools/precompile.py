@@ -30,14 +30,11 @@ from torch import Tensor
 from ..launch.calls import Call, Needs, Sizes, bound, every_gradient
 from ..launch.plan import BackwardPlan, ForwardPlan, GroupedPlan, plan_backward, plan_forward
 from ..launch.rope import RopeBackwardPlan, RopeForwardPlan
-from ..launch.split import plan_grad_apply
 from ..launch.target import Target
 from ..launch.toolchain import cache_problem
 from ..launch.tuned import rules
 from ..launch.user_table import TableWarning
 from ..ops.passes import cutile, dims, ports
-from ..ops.passes.sharded_rows import cutile as split
-from ..ops.torch_ops.sharded_rows.library import KINDS
 from ..row import Port
 from ..spec import NormSpec
 from .cubin import Resources, resources
@@ -88,40 +85,6 @@ def calls_of(plan: Plan, rows: int, groups: int = 1, sizes: Sizes | None = None)
     return _recorded(lambda run: cutile.bind(plan, run)(*tensors))
 
 
-def piece_calls(spec: NormSpec, target: Target, rows: int) -> list[Call]:
-    """Every call of inference and of a training step whose rows are in pieces of spec.hidden. Other
-    operations do what only whole rows have.
-    """
-    spec = spec.without_joins
-    needs = every_gradient(spec)
-    tensors, _ = arguments(spec, None, rows, _without_memory)
-    by_role = spec.row.by_role(tensors)
-    x, residual, gate, *affine = map(by_role.get, ("x", "residual", "gate", "weight", "bias"))
-    (dy, dsum, *_), _ = arguments(spec, needs, rows, _without_memory)
-    options = *spec.options._replace(hidden=2 * spec.hidden), 1
-
-    def step(run: cutile.Run) -> None:
-        def made(name: str, *arguments: Any) -> tuple:
-            call = KINDS[name](arguments)
-            of = call.of_piece()
-            return split.piece(name, of, target, call.read(of), run)
-
-        before = gate if spec.gate_first else None
-        part, own_part, total = made("row_sums", x, residual, before, *options)
-        centered = None
-        if spec.norm == "layer":
-            (centered,) = made("row_center", x, part, own_part, *options)
-        rows = x if total is None else total
-        apply = rows, gate, *affine, part, centered, *options, EPS, x.dtype
-        made("row_apply", *apply, False)
-        _, mean, rstd = made("row_apply", *apply, True)
-        (dots,) = made("grad_sums", dy, rows, gate, affine[0], mean, rstd, *options)
-        read = dy, dsum, rows, gate, *affine, mean, rstd, dots
-        made("grad_apply", *read, *options, residual is not None, list(needs.gradients))
-
-    return _recorded(step)
-
-
 def _without_memory(dtype: str, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
 
@@ -160,14 +123,6 @@ def training_calls(
             ):
                 calls += calls_of(plan_of_pass, *size)
     return _distinct(calls)
-
-
-def piece_training_calls(spec: NormSpec, target: Target) -> list[Call]:
-    """The same for rows of which a process holds spec.hidden columns."""
-    forward = plan_forward(spec, target, True)
-    backward = plan_grad_apply(spec, target, every_gradient(spec))
-    rows = _size_classes(spec, forward, backward)
-    return _distinct([call for (count,) in rows for call in piece_calls(spec, target, count)])
 
 
 def _distinct(calls: list[Call]) -> list[Call]:
@@ -217,7 +172,7 @@ def precompile(
     calls: Callable[[NormSpec, Target], list[Call]] = training_calls,
 ) -> Iterator[list[Compiled]]:
     """Compile the calls of each spec into cuTile's cache, on all cores. calls: training_calls, also
-    with its options bound, or piece_training_calls.
+    with its options bound.
 
     Raises CompileError when a kernel does not compile, RuntimeError when nothing would be kept.
     """

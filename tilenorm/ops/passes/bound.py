@@ -331,15 +331,6 @@ class BoundNorm:
         self._passes.append(new := Pass(find))
         return new
 
-    def piece(self, name: str, tensors: Any) -> Any:
-        """What an op of rows in pieces makes."""
-        chosen: Any = self.implementation
-        try:
-            return chosen.piece(name, self.spec, self.device)(tensors)
-        except CompileError as error:
-            self.replace(chosen, error)
-        return self.piece(name, tensors)
-
     def replace(self, broken: Implementation, error: CompileError) -> None:
         """Have what select now finds serve. It warns, or raises if `broken` was asked for."""
         with _REPLACING:

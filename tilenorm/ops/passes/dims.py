@@ -18,12 +18,12 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ...row import Port
-from ...table import BACKWARD, OPS, PIECES
+from ...table import BACKWARD, OPS
 from ..pytorch.sizes import divides, holds, known, same
 
 Shape = tuple[int, ...]
 # The words of each port. A table, because Dynamo, which traces checks, warns of memoised functions.
-_ROWS = (*OPS.values(), *BACKWARD.values(), *PIECES.values())
+_ROWS = (*OPS.values(), *BACKWARD.values())
 _PORTS = [port for row in _ROWS for port in (*row.tensors, *row.makes)]
 WORDS = {
     dims: tuple(dims.lstrip("+").split())

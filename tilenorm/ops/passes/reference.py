@@ -138,14 +138,12 @@ def backward(
     saved: Given,
     eps: float = 0.0,
     terms: Sequence[Tensor] = (),
-    dots: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
     """The gradients that are needed, in the order of Needs.gradients, contiguous, and behind them y
     if it is needed.
 
     saved: the tensors of NormSpec.kernel_reads by their roles; without rstd, as a differentiable
-    function of x too. terms: what is added to dy, term by term. dots: the means of g · x̂ and of g
-    over whole rows, (rows, 1) or (rows, 2), where the tensors hold pieces of rows.
+    function of x too. terms: what is added to dy, term by term.
     """
     if spec.rotation:
         return _rotated_backward(spec, needs, (dy, dsum), saved, eps)
@@ -160,7 +158,7 @@ def backward(
     by_group: tuple = ()
     like = (*rows.shape[:-1], 1)
     fast = spec.norm == "layer" and x.is_cpu and x.numel() and spec.hidden > 1
-    if rstd is not None and dots is None and fast and _has_operator(spec):
+    if rstd is not None and fast and _has_operator(spec):
         parameters = _fast_parameters(spec, weight, bias, dtype)
         statistics = (mean.reshape(like), rstd.reshape(like))
         mask = [through_norm, needs.dw, needs.db]
@@ -184,8 +182,7 @@ def backward(
         dw = _sum_rows(spec, g * x_hat, weight) if needs.dw else None
         db = _sum_rows(spec, g, bias) if needs.db else None
         if through_norm:
-            means = dots if dots is None else dots.reshape(*like[:-1], dots.shape[-1])
-            dx = _through_norm(weigh(spec, g, weight), x_hat, mean is not None, rstd, means)
+            dx = _through_norm(weigh(spec, g, weight), x_hat, mean is not None, rstd)
             if z is not None and spec.gate_first:
                 dgate = dx * rows * slope(spec, z) if needs.dgate else None
                 dx = dx * act(spec, z)
@@ -346,14 +343,11 @@ def _output_again(spec: NormSpec, saved: Given, dtype: torch.dtype, eps: float) 
     return affine(spec, x_hat, weight, bias, dtype).to(dtype).reshape(x.shape)
 
 
-def _through_norm(
-    g: Tensor, x_hat: Tensor, centred: bool, rstd: Tensor, dots: Tensor | None
-) -> Tensor:
+def _through_norm(g: Tensor, x_hat: Tensor, centred: bool, rstd: Tensor) -> Tensor:
     """rstd · (g − x̂ · mean(g · x̂)), less the mean of g if x̂ is centred."""
-    dot = (g * x_hat).mean(-1, keepdim=True) if dots is None else dots[..., :1]
-    dx = g - x_hat * dot
+    dx = g - x_hat * (g * x_hat).mean(-1, keepdim=True)
     if centred:
-        dx = dx - (g.mean(-1, keepdim=True) if dots is None else dots[..., 1:])
+        dx = dx - g.mean(-1, keepdim=True)
     return dx * rstd
 
 
@@ -416,7 +410,7 @@ def sum_of(x: Tensor, residual: Tensor | None, addend: Tensor | None = None) -> 
     return (x.to(dtype) + residual.to(dtype)).to(residual.dtype).contiguous()
 
 
-def scale(spec: NormSpec, weight: Tensor, dtype: torch.dtype) -> Tensor:
+def scale(spec: NormSpec | Options, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """weight + offset."""
     weight = weight.to(dtype)
     return weight + spec.offset if spec.offset else weight
@@ -473,12 +467,12 @@ def _sum_rows(spec: NormSpec, rows: Tensor, parameter: Tensor) -> Tensor:
     return sums.reshape(-1)[: parameter.numel()]  # none for the parameters of no heads
 
 
-def act(spec: NormSpec, z: Tensor) -> Tensor:
+def act(spec: NormSpec | Options, z: Tensor) -> Tensor:
     """The activation of the gate."""
     return torch.sigmoid(z) if spec.activation == "sigmoid" else silu(z)
 
 
-def slope(spec: NormSpec, z: Tensor) -> Tensor:
+def slope(spec: NormSpec | Options, z: Tensor) -> Tensor:
     """The derivative of the gate's activation."""
     s = torch.sigmoid(z)
     return s * (1 - s) if spec.activation == "sigmoid" else s * (1 + z * (1 - s))

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from ...settings import settings
 from ...spec import TENSORS, NormSpec
 from ..pytorch import torch_private
 from . import reference
-from .sharded_rows import reference as pieces
 
 MAX_HIDDEN = 262144
 ROPE_HEAD, ROPE_TOKEN = 512, 8192  # where heads are rotated, the elements of a head and of a token
@@ -56,8 +55,6 @@ class Implementation:
     backward(spec, device, needs) one that serves a backward pass: see passes.Pass. mean and rstd
     are (rows,). For an op of several norms that it does not serve in one pass, forward returns
     None.
-    piece(name, spec, device) returns a function of what Piece.read of sharded_rows/library.py
-    returns, that returns what the op of that name makes, for a spec of pieces of rows.
     The functions that are returned may raise CompileError. The implementation is then not used
     for that spec and device again.
     """
@@ -66,7 +63,6 @@ class Implementation:
     refuses: Callable[[NormSpec, int, Device], str | None]
     forward: Callable[[NormSpec, Device, bool], Callable | None]
     backward: Callable[[NormSpec, Device, Needs], Callable]
-    piece: Callable[[str, NormSpec, Device], Callable] | None = None
 
 
 def cutile_refuses(spec: NormSpec, rows: int, device: Device) -> str | None:
@@ -125,12 +121,7 @@ def cutile_implementation(run: Callable | None = None) -> Implementation:
 
         return cutile.backward(spec, device.target, needs, run)
 
-    def piece(name: str, spec: NormSpec, device: Device) -> Callable:
-        from .sharded_rows import cutile
-
-        return partial(cutile.piece, name, spec, device.target, run=run or cutile.on_device)
-
-    return Implementation("cutile", cutile_refuses, forward, backward, piece)
+    return Implementation("cutile", cutile_refuses, forward, backward)
 
 
 # In order of preference. The last one refuses nothing.
@@ -141,7 +132,6 @@ REGISTRY = (
         lambda spec, rows, device: None,
         lambda spec, device, save: reference.bind_forward(spec),
         lambda spec, device, needs: reference.bind_backward(spec, needs),
-        piece=lambda name, spec, device: partial(getattr(pieces, name), spec),
     ),
 )
 
@@ -219,21 +209,21 @@ def check_backend(op: str, backend: str, name: str = "argument 'backend'") -> No
         raise ValueError(f"{op}: {name} takes {takes} or None, got {backend!r}")
 
 
-def select_transformed(
-    op: str, specs: Sequence[NormSpec], device: Device | None, backend: str | None
+def select_reference(
+    op: str, specs: Sequence[NormSpec], device: Device | None, backend: str | None, why: str
 ) -> None:
-    """Check that the reference may serve an op where a transform has to see single operations.
+    """Check that the reference may serve an op that no other implementation can serve.
 
-    specs: of the op's norms; none in a graph, which has no place for a warning. Raises and warns as
-    select does.
+    specs: of the op's norms; none in a graph, which has no place for a warning. why: the reason.
+    Raises and warns as select does.
     """
     preferred = [select(spec, 0, device, backend).name for spec in specs]
     backend = backend or requested_backend()
     if backend not in (None, "reference"):
-        raise RuntimeError(f"{op}: backend {backend!r} was asked for, but {TRANSFORMED}")
+        raise RuntimeError(f"{op}: backend {backend!r} was asked for, but {why}")
     for name in preferred:
         if name != "reference":
-            message = f"tilenorm: reference runs instead of {name}: {TRANSFORMED}"
+            message = f"tilenorm: reference runs instead of {name}: {why}"
             warnings.warn(message, ReferenceWarning, stacklevel=2)
 
 

@@ -7,9 +7,8 @@ import torch
 from torch._ops import OpOverload
 
 from . import internal_ops, library
-from .sharded_rows import library as split
 
-KINDS: dict[str, Callable] = {**library.KINDS, **internal_ops.KINDS, **split.KINDS}  # of all ops
+KINDS: dict[str, Callable] = {**library.KINDS, **internal_ops.KINDS}  # of all ops
 
 
 def decompositions() -> dict[OpOverload, Callable]:

@@ -1,8 +1,7 @@
 """The torch.library ops that users do not call: their calls, and the ops of backward passes.
 
 norm_backward is of one norm. The backward pass of every op is made of it, except for modulated
-norms and rotated heads, which have ops of their own. sharded_rows/library.py has the ops of rows in
-pieces.
+norms and rotated heads, which have ops of their own.
 """
 
 from collections.abc import Sequence

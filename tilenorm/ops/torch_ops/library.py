@@ -68,7 +68,7 @@ def fake(kind: Callable, *arguments) -> Any:
             results.append(call.x.new_empty(0 if shape is None else shape, dtype=dtype))
         else:
             results.append(call.x.new_empty_strided(shape, strides, dtype=dtype))
-    return tuple(results) if len(results) > 1 else results[0]
+    return tuple(results)
 
 
 def schema_of(row: Op) -> str:

@@ -15,26 +15,15 @@ it, one that adds up over d is Partial, and the others are whole on each rank. S
 each group is cut in a dimension that it has as the input has it. Else its derivative is Partial: a
 process then holds some rows of each group. Rows are not cut in a dimension that groups divide.
 
-Where rows are in pieces (see sharded_rows/library.py), the ops run on the rows of the table, with
-what has a number a row placed as x is, and on one more:
-
-    rows                 x, gate, dy,    weight, bias,    part, own,       whole, mean, rstd,
-                         y, dx, …        dW, dB           their sums       dots, added up
-    cut in a normalised  Shard(d)        Shard(d')        Partial          Replicate
-      dimension d
-
-d' is the parameter's dimension that lies on x's dimension d. `own` is what a piece alone knows. It
-is Partial by name, and nothing adds it up: row_center reads it where row_sums left it.
-
 Where heads are rotated, the rows are heads, or tokens, also those of a key. Tables and positions
 are cut in a dimension d that they have as the tokens have it, and else replicated.
 
 A dimension whose size the data alone tell has a row where the input is cut in it already: DTensor
 compares the sizes of each row with the number of processes.
 
-DTensor's search takes the row that costs least, and moves what does not fit it: it gathers a tensor
-that is cut in a normalised dimension, which the functions give to the ops of pieces, and
-reduces or reduce-scatters one that is Partial.
+DTensor's search takes the row that costs least, and moves what does not fit it: it reduces or
+reduce-scatters a tensor that is Partial, and gathers one that is cut in a normalised dimension. The
+functions do not call an op with such a tensor: sharded_rows.py computes the norm.
 """
 
 import sys
@@ -46,7 +35,7 @@ from typing import Any
 import torch
 
 from ...row import Op, Port
-from ...table import BACKWARD, OPS, PIECES
+from ...table import BACKWARD, OPS
 from ..passes import dims
 from ..pytorch.sizes import has_value
 from ..pytorch.torch_private import keep_every_argument
@@ -70,7 +59,7 @@ def _register() -> None:
     from .decompositions import KINDS
 
     # Rows that lie in another order than the input's, as scales do, have no shards.
-    rows = (*OPS.values(), *BACKWARD.values(), *PIECES.values())
+    rows = (*OPS.values(), *BACKWARD.values())
     names = [row.name for row in rows if not any("(...)" in port.dims for port in row.makes)]
     overloads = [getattr(torch.ops.tilenorm, name).default for name in names]
     for name, overload in zip(names, overloads, strict=True):
@@ -83,10 +72,7 @@ def axes_of(row: Op, arguments: dict[str, Any], results: dict[Port, Any]) -> Axe
     """The axes of each tensor of a call. arguments: by name. Of tensors, `shape` is read."""
     tensors = {port: arguments.get(port.name) for port in row.tensors}
     named = {port.name: tensor for port, tensor in tensors.items()}
-    if "dims" in arguments:
-        sizes = dims.sizes_of(named, arguments["dims"])
-    else:
-        sizes = dims.sizes_by_hidden(named, arguments["hidden"])
+    sizes = dims.sizes_by_hidden(named, arguments["hidden"])
     sizes = sizes._replace(swapped=bool(arguments.get("output_heads_first")))
     return {
         port: dims.axes(port, tensor, sizes)
@@ -114,14 +100,13 @@ def rules(axes: Axes, dimensions: Sequence[int]) -> Iterator[dict[Port, Any]]:
 
 
 def cut_dimensions(x: Any, arguments: dict[str, Any]) -> list[int]:
-    """The dimensions of the input in which it may be cut. A normalised one is none of them but
-    where rows are in pieces: its sums need an all-reduce (sharded_rows/norm.py).
+    """The dimensions of the input in which it may be cut. A normalised one is none of them, because
+    its sums need an all-reduce (sharded_rows.py).
     """
     from torch.distributed.tensor import Shard
 
-    hidden, count = arguments["hidden"], len(x.shape)
-    if "dims" not in arguments:
-        count = len(dims.rows_shape(x.shape, hidden)) if hidden else 0
+    hidden = arguments["hidden"]
+    count = len(dims.rows_shape(x.shape, hidden)) if hidden else 0
     return [d for d in range(count) if has_value(x.shape[d]) or Shard(d) in x.placements]
 
 
