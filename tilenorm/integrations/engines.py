@@ -1,9 +1,9 @@
 """What the plugins of inference engines share: rounding by model, the report, and warming up.
 
-An engine has one class of RMSNorm for all models; Hugging Face has one for each, and their
-roundings differ. So a norm of an engine runs tilenorm with the rounding that Hugging Face's class
-for this model has. `recognise` finds it by running that class, as tilenorm.patch does for a trainer.
-Where it is not found, or not one, the engine's own norm runs, and the report says why.
+An engine has one class of RMSNorm for all models. Hugging Face has one for each model, and their
+roundings differ. So a norm of an engine runs tilenorm with the rounding of Hugging Face's class for
+this model. `recognise` finds it by running that class, as tilenorm.patch does for a trainer. Where
+no class tells it, or two classes differ, the engine's own norm runs, and the report says why.
 """
 
 import inspect
@@ -97,9 +97,7 @@ def asked_for(variable: str) -> bool:
     return True
 
 
-def prepare(
-    model: nn.Module, config: Any, layer_of: Callable[[nn.Module], Layer | str]
-) -> Report:
+def prepare(model: nn.Module, config: Any, layer_of: Callable[[nn.Module], Layer | str]) -> Report:
     """Decide for each norm of an engine's model whether it runs tilenorm, and with which rounding.
 
     The rounding is set as an attribute of the norm; None has the engine's own code run.
@@ -123,7 +121,7 @@ def prepare(
         entries = ran if rounding else left
         entries.append(Entry(name, type(module).__name__, how))
     report = Report(type(model).__name__, tuple(ran), tuple(left), tuple(_readers(model)))
-    model.tilenorm_report = report  # type: ignore[assignment]
+    model.tilenorm_report = report
     return report
 
 
@@ -174,10 +172,10 @@ def warm(
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if getattr(module, ATTRIBUTE, None) and isinstance(weight, Tensor):
-            variants[type(module), weight.shape, weight.dtype, vars(module)[ATTRIBUTE]] = module
+            key = type(module), weight.shape, weight.dtype, getattr(module, ATTRIBUTE)
+            variants[key] = module, weight.shape[-1]
     with torch.inference_mode():
-        for module in variants.values():
-            width = module.weight.shape[-1]
+        for module, width in variants.values():
             for rows in (FEW_ROWS, max(FEW_ROWS, MANY_BYTES // (width * dtype.itemsize))):
                 x = torch.zeros(rows, width, dtype=dtype, device=device)
                 run(module, x, None)
@@ -185,8 +183,8 @@ def warm(
 
 
 def roundings_of(config: Any) -> dict[Kind, dict[str, str]]:
-    """The kinds of norms in Hugging Face's code of a model: for each, its roundings, and for each of
-    these a class that rounds so.
+    """The roundings of each kind of norm in Hugging Face's code of a model, and for each rounding
+    the name of a class.
     """
     roundings: dict[Kind, dict[str, str]] = {}
     for code in _modeling(config):

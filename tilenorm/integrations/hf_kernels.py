@@ -7,32 +7,46 @@
     kernelize(model, mode=Mode.TRAINING | Mode.TORCH_COMPILE)
 
 `kernels` binds the forward of the layer to the model's modules. Their classes share the name
-"RMSNorm" and not a rounding, so the forward asks for that of each class, as the plugins of engines do.
+"RMSNorm" and not a rounding. So the forward asks for the rounding of each class, as the plugins of
+engines do.
 """
 
 import torch
 from torch import Tensor, nn
 
+from ..ops.functional import rms_norm as tilenorm_rms_norm
 from .engines import form_of_class
 
-_form_of = torch._dynamo.assume_constant_result(form_of_class)
+
+@torch._dynamo.assume_constant_result
+def _options_of(cls: type[nn.Module]) -> tuple[str, float, str] | None:
+    """The name of a class's attribute that holds eps, its offset and its rounding, or None where
+    tilenorm does not take it for an RMSNorm. torch.compile does not look into how they are found.
+    """
+    form = form_of_class(cls)
+    plain = form and form.norm == "rms" and form.weight == "weight" and isinstance(form.eps, str)
+    if not plain or form.bias or form.gate or form.groups or form.rounds_offset:
+        return None
+    return form.eps, form.offset, form.rounding
 
 
 class RMSNorm(nn.Module):
-    """The layer: a forward for modules with a weight and an eps, and no state, as `kernels` asks."""
+    """The layer: a forward for modules of other classes, and no state, as `kernels` asks."""
 
     can_torch_compile = True
     has_backward = True
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """What the module's class computes, by tilenorm, or by the class where tilenorm does not
-        recognise it, or does not serve the call (see tilenorm.patch).
+        """What the module's class computes. The class itself computes it where tilenorm does not
+        recognise it, where the weight has another dtype than the input, and under autocast.
         """
-        cls = type(self)
-        form = _form_of(cls)
-        if form is None or form.served(self, hidden_states) is None:
+        cls, x, weight = type(self), hidden_states, self.weight
+        options = _options_of(cls)
+        if options is None or weight.dtype != x.dtype or torch.is_autocast_enabled(x.device.type):
             return cls.forward(self, hidden_states)
-        return form.compute(self, hidden_states, backend=None)
+        eps, offset, rounding = options
+        how = {"offset": offset, "rounding": rounding}
+        return tilenorm_rms_norm(x, (x.shape[-1],), weight, getattr(self, eps), **how)
 
 
 class Repository:

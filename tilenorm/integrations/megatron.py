@@ -20,7 +20,7 @@ REPLACED = ("WrappedTorchNorm", "FusedLayerNorm", "TENorm")
 
 
 class Norm:
-    """What makes a norm of a layer spec: tilenorm's RMSNorm or LayerNorm, as the configuration says.
+    """Makes a norm of a layer spec: tilenorm's RMSNorm or LayerNorm, as the configuration says.
 
     It honours `layernorm_zero_centered_gamma`, whose weights are stored around zero, and
     `sequence_parallel`, for which Megatron adds up the gradients of marked parameters.
@@ -45,14 +45,16 @@ class Norm:
         kinds = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
         if config.normalization not in kinds:
             takes = " or ".join(kinds)
-            raise ValueError(f"Norm: config.normalization takes {takes}, got {config.normalization}")
+            raise ValueError(
+                f"Norm: config.normalization takes {takes}, got {config.normalization}"
+            )
         if config.memory_efficient_layer_norm:
             raise ValueError("Norm: config.memory_efficient_layer_norm is not served")
         offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
         options = {"offset": offset, "rounding": cls.rounding}
         norm = kinds[config.normalization](hidden_size, eps, **options)
         for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            parameter.sequence_parallel = config.sequence_parallel
         return norm
 
 

@@ -166,7 +166,7 @@ def _never(*_, **__) -> bool:
     return False
 
 
-def _run(layer: nn.Module, x: Tensor, residual: Tensor | None) -> None:
+def _run(layer: Any, x: Tensor, residual: Tensor | None) -> None:
     """Call a layer, to warm it up."""
     takes_one = FORWARDS.get(type(layer).__name__) in (_gemma4, _layer)
     layer.forward_cuda(x, *(() if takes_one or residual is None else (residual,)))

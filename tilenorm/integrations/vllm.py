@@ -139,7 +139,9 @@ def layers() -> dict[str, type[Any]]:
 def _served(compute, layer, x: Tensor, *others: Tensor | None):
     """What tilenorm computes for a layer, or None where vLLM's own code has to."""
     tensors = (x, layer.weight, *others)
-    if getattr(layer, ATTRIBUTE) is None or any(t is not None and t.dtype not in DTYPES for t in tensors):
+    if getattr(layer, ATTRIBUTE) is None or any(
+        t is not None and t.dtype not in DTYPES for t in tensors
+    ):
         return None
     return compute(layer, x, *others)
 
@@ -180,7 +182,7 @@ def _gated(layer, x, gate=None):
     return gated_rms_norm(x, gate, (size,), weight, layer.eps, **options).reshape(shape)
 
 
-def _run(layer: nn.Module, x: Tensor, residual: Tensor | None) -> None:
+def _run(layer: Any, x: Tensor, residual: Tensor | None) -> None:
     """Call a layer as an eager model does, to warm it up."""
     takes = [parameter for parameter in (x, residual) if parameter is not None]
     if isinstance(layer, layers()["LayerNorm"]):

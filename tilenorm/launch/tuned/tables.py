@@ -16,8 +16,8 @@ class Table(NamedTuple):
     forward, backward: rows of (largest hidden size served, configuration). more: what serves a size
     of `backward` with several terms of dy, or where y is written once more, in rows of (that size,
     the fewest terms, whether y is written, configuration). spills: bytes that each thread spills,
-    by (kernel, operation, bytes of an element, hidden size). versions: of the compiler and of cuTile
-    with which all of it was measured, as in user_table.versions().
+    by (kernel, operation, bytes of an element, hidden size). versions: of the compiler and of
+    cuTile, with which all of it was measured, as in user_table.versions().
     """
 
     forward: dict[tuple[str, int], tuple]
