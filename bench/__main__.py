@@ -4,8 +4,9 @@
 pages of records print. Neither measures anything.
 
 ``python -m bench train`` compares training steps, ``python -m bench first-call`` measures how long
-compiling takes, ``python -m bench accuracy`` measures errors, and ``python -m bench host`` host
-time. ``--from`` prints their records too.
+compiling takes, ``python -m bench accuracy`` measures errors, ``python -m bench host`` host time,
+and ``python -m bench tests`` runs the tests that need a GPU. ``--from`` prints their records too.
+``--check FILE ...`` compares this machine with records of it, in two minutes.
 
 The suite "release" measures every op, in every dtype, on a machine. Started again with the same
 ``--out``, it goes on where it ended.
@@ -15,13 +16,26 @@ import argparse
 import sys
 from pathlib import Path
 
-from bench import accuracy, command, documents, first_call, host, plot, record, report, train
+from bench import (
+    accuracy,
+    command,
+    documents,
+    first_call,
+    guard,
+    host,
+    plot,
+    record,
+    report,
+    tests,
+    train,
+)
 from bench.cases import OPS, SUITE_DIRECTIONS, SUITES, select
 from bench.op import DIRECTIONS, HOST, INFERENCE
 from bench.run import GpuLost, run
 from bench.text import distinct, grouped
 
 COMMANDS = {"train": train, "first-call": first_call, "accuracy": accuracy, "host": host}
+COMMANDS |= {"tests": tests}
 CPU_ELEMENTS = 1 << 18
 
 
@@ -48,6 +62,8 @@ def _parser() -> argparse.ArgumentParser:
         help="print Markdown tables; with files, write the pages of records (FILE.jsonl), and what"
         " stands between the markers of documents (FILE.md)",
     )
+    text = "compare this machine with records of it; exits with 1 where tilenorm is slower"
+    parser.add_argument("--check", nargs="+", metavar="FILE.jsonl", help=text)
     parser.add_argument("--plot", metavar="FILE.svg", help="draw GB/s against N (needs matplotlib)")
     return parser
 
@@ -78,6 +94,8 @@ def main(argv: list[str]) -> int:
     if argv and argv[0] in COMMANDS:
         return COMMANDS[argv[0]].main(argv[1:])
     args = _parser().parse_args(argv)
+    if args.check:
+        return guard.main(args.check)
     for path in map(Path, args.markdown or ()):
         documents.update(path)
     if args.markdown:

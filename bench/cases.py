@@ -23,9 +23,9 @@ def _ops_of(name: str, norm: Callable, columns: tuple[str, ...]) -> tuple[Op, ..
         return skip + norm(x, *parameters)
 
     def chained(x, skip, *parameters):
-        each = len(parameters) // 2
-        total = added(x, skip, *parameters[:each])
-        return norm(total, *parameters[each:]), total
+        half = len(parameters) // 2
+        total = added(x, skip, *parameters[:half])
+        return norm(total, *parameters[half:]), total
 
     def gated(x, gate, *parameters):
         return norm(x, *parameters) * F.silu(gate)
@@ -39,16 +39,15 @@ def _ops_of(name: str, norm: Callable, columns: tuple[str, ...]) -> tuple[Op, ..
 
     x, both, xs, xr = ("x",), ("y", "sum"), ("x", "skip"), ("x", "residual")
     chain = (*columns, *(f"next_{column}" for column in columns))
-    of_chain, of_sums = ("x", "sum", "weight", "next_weight"), ("x", "sum", "scale", "gate")
     group, gates = {"by_group": ("scale", "shift")}, {"by_group": ("scale", "shift", "gate")}
     return (
-        Op(name, norm, x, columns, ("y",), ("x", "weight")),
-        Op(f"add_{name}", of_sum(norm), xr, columns, both, ("sum", "weight"), ("residual",)),
-        Op(f"{name}_add", added, xs, columns, ("y",), ("x", "weight"), ("skip",)),
-        Op(f"gated_{name}", gated, ("x", "gate"), columns, ("y",), ("x", "gate", *columns)),
-        Op(f"{name}_add_{name}", chained, xs, chain, both, of_chain),
-        Op(f"modulated_{name}", modulated, x, (), ("y",), ("x", "scale"), **group),
-        Op(f"modulated_{name} gated", modulated_sum, xr, (), both, of_sums, **gates),
+        Op(name, norm, x, columns, ("y",)),
+        Op(f"add_{name}", of_sum(norm), xr, columns, both),
+        Op(f"{name}_add", added, xs, columns, ("y",)),
+        Op(f"gated_{name}", gated, ("x", "gate"), columns, ("y",)),
+        Op(f"{name}_add_{name}", chained, xs, chain, both),
+        Op(f"modulated_{name}", modulated, x, (), ("y",), **group),
+        Op(f"modulated_{name} gated", modulated_sum, xr, (), both, **gates),
     )
 
 
@@ -57,7 +56,7 @@ _PAIRS = zip(
     _ops_of("layer_norm", layer_norm, ("weight", "bias")),
     strict=True,
 )
-_HEADS = Op("head_rms_norm", head_rms_norm, ("x",), ("weight",), ("y",), ("x", "weight"), heads=32)
+_HEADS = Op("head_rms_norm", head_rms_norm, ("x",), ("weight",), ("y",), heads=32)
 _EACH = (*(op for pair in _PAIRS for op in pair), _HEADS, *QUANTIZED, *ROTATED)
 OPS: dict[str, Op] = {op.name: op for op in _EACH}
 # The ops of one norm whose parameters are columns, and those of a gate or of two norms.

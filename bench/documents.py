@@ -13,6 +13,7 @@ The options after a path narrow its records; a list of values is written with co
 summary  speeds beside the fastest other provider, with a column for each op
 losses   every shape at which another provider is faster
 gains    what the second variant of each pair of training steps gains
+steps    the same in a sentence for each two variants, with the steps that are slower first
 hosts    the host time of PyTorch's norms and of tilenorm's
 turns    calls in the cold (way=cold) or whole steps (way=model) beside their base, losses first
 index    a row for each record: its question and its answer
@@ -126,7 +127,8 @@ def _block(document: Path, match: re.Match) -> Block:
         (path, load([document.parent / path]).narrowed(**wanted)) for path, wanted in options
     ]
     block, cells = Block(kind, sources, svg), sum(len(record.cells) for _, record in sources)
-    shown = None if kind in ("index", "gains") else block.record  # these have each record by itself
+    apart = kind in ("index", "gains", "steps")  # these have each record by itself
+    shown = None if apart else block.record
     if kind in ("summary", "plot") and len(shown.cells) < cells:
         raise ValueError(f"{document}: two records have the same cells in {opening}")
     return block
@@ -214,7 +216,12 @@ def _hosts(block: Block) -> str:
 def about(record: Record) -> tuple[str, str]:
     """The question and the answer of a record, by the first kind of lines that it has."""
     kinds = {"cells": _about_cells, "pairs": _about_pairs, "accuracies": _about_accuracies}
-    kinds |= {"turns": _about_turns, "first_calls": _about_first_calls, "hosts": _about_hosts}
+    kinds |= {
+        "tests": _about_tests,
+        "turns": _about_turns,
+        "first_calls": _about_first_calls,
+        "hosts": _about_hosts,
+    }
     return next(answer(record) for name, answer in kinds.items() if getattr(record, name))
 
 
@@ -273,6 +280,13 @@ def _about_hosts(record: Record) -> tuple[str, str]:
     return f"{', '.join(ops)}: host time of a {way}", answer
 
 
+def _about_tests(record: Record) -> tuple[str, str]:
+    last = record.tests[-1]
+    skipped = sum(last.skipped.values())
+    counts = f"{last.passed} passed, {len(last.failed)} failed, {skipped} skipped"
+    return "the tests that need a GPU", f"{counts}, {last.not_reached} not reached"
+
+
 def _about_turns(record: Record) -> tuple[str, str]:
     pairs = [(line, base) for line, base in beside.losses_first(record.turns) if line is not base]
     asked, bases = ([*dict.fromkeys(x.provider for x in of)] for of in zip(*pairs, strict=True))
@@ -295,5 +309,6 @@ KINDS = {
     "losses": _losses,
     "index": _index,
     "gains": lambda block: report.gains(record for _, record in block.sources),
+    "steps": lambda block: report.steps(record for _, record in block.sources),
     "plot": lambda block: f"![GB/s against N]({block.svg})",
 }

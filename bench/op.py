@@ -2,7 +2,6 @@
 norms as a PyTorch model calls them. In float64 they are the oracle, too.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -10,6 +9,11 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tilenorm import table
+from tilenorm.launch.calls import Sizes
+from tilenorm.spec import NormSpec
+from tilenorm.tools.specs import moved_bytes
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -55,8 +59,7 @@ class Op:
     between tokens. With parameters ``by_group``, which have the shape (groups, N), the inputs have
     the shape (groups, M / groups, N). These parameters are chunks of one projection.
 
-    ``saved`` names what the mathematics of the gradients reads besides the gradients of the
-    outputs, and ``same`` the inputs whose gradient is that of another tensor.
+    The first word of ``name`` is the op of tilenorm's table, which says what bytes it moves.
     """
 
     name: str
@@ -64,8 +67,6 @@ class Op:
     rows: tuple[str, ...]
     columns: tuple[str, ...]
     outputs: tuple[str, ...]
-    saved: tuple[str, ...] = ()
-    same: tuple[str, ...] = ()
     by_group: tuple[str, ...] = ()
     heads: int = 0
     key_heads: int = 0
@@ -109,7 +110,7 @@ class Op:
         least = self.unit * case.groups
         return replace(case, m=max(least, min(case.m, elements // case.n) // least * least))
 
-    def decoded(self, outputs: tuple[Tensor, ...], given: list[Tensor]) -> tuple[Tensor, ...]:
+    def decoded(self, outputs: tuple[Tensor, ...], inputs: list[Tensor]) -> tuple[Tensor, ...]:
         """The outputs as the reference has them."""
         return outputs
 
@@ -124,9 +125,28 @@ class Op:
             row = m // self.heads, self.heads, n
         elif self.by_group:
             row = case.groups, m // case.groups, n
-        found = dict.fromkeys((*self.rows, *self.outputs), row)
-        found |= dict.fromkeys(self.columns, (self.heads, n) if self.heads else (n,))
-        return found | dict.fromkeys(self.by_group, (case.groups, n))
+        by_name = dict.fromkeys((*self.rows, *self.outputs), row)
+        by_name |= dict.fromkeys(self.columns, (self.heads, n) if self.heads else (n,))
+        return by_name | dict.fromkeys(self.by_group, (case.groups, n))
+
+    def spec(self, case: Case, **fields) -> NormSpec:
+        """The norm, or the chain of norms, as tilenorm describes it. fields: more of NormSpec's."""
+        row = table.OPS[self.name.split()[0].removeprefix("head_")]
+        affine = {name: case.dtype for name in self.columns if not name.startswith("next_")}
+        if row.calls:
+            return NormSpec.chained(
+                *[NormSpec.of(stage.op, case.n, case.dtype, **affine) for stage in row.calls]
+            )
+        for port in row.takes:
+            if port.dims == table.MOD_SCALE.dims and port.name in self.by_group:
+                fields[port.role] = case.dtype
+        if self.by_group and "residual" in self.rows:
+            fields["residual"] = case.dtype
+        return NormSpec.of(row.name, case.n, case.dtype, heads=self.heads, **affine, **fields)
+
+    def sizes(self, case: Case) -> Sizes | None:
+        """Of heads that are rotated, how many there are."""
+        return None
 
     def bytes(self, direction: str, case: Case) -> int:
         """The bytes that one call has to read and write, the same for every provider.
@@ -134,11 +154,9 @@ class Op:
         A forward reads every input and writes every output once. A backward reads the gradients of
         the outputs and what is saved, and writes the gradients of the inputs.
         """
-        shapes = self.shapes(case)
-        moved = *self.outputs, *self.inputs
-        if direction == "backward":
-            moved = *self.outputs, *(n for n in self.trained if n not in self.same), *self.saved
-        return DTYPES[case.dtype].itemsize * sum(math.prod(shapes[name]) for name in moved)
+        groups = case.groups if self.by_group else 0
+        moved = moved_bytes(self.spec(case), case.m, 1, self.sizes(case), groups)
+        return moved[direction == "backward"]
 
     def made(self, case: Case, device: str) -> list[Tensor]:
         """Random inputs, equal at every call, with requires_grad where they have a gradient.
@@ -148,17 +166,17 @@ class Op:
         """
         make = torch.Generator(device).manual_seed(case.m * case.n + case.n)
         like: dict[str, Any] = {"generator": make, "dtype": torch.float32, "device": device}
-        dtype, shapes, found = DTYPES[case.dtype], self.shapes(case), []
+        dtype, shapes, tensors = DTYPES[case.dtype], self.shapes(case), []
         for name in self.rows:
             first, *others = shapes[name]
             fused = first, 3 if self.heads else 1, *others
-            found.append(torch.randn(fused, **like).to(dtype)[:, 0])
+            tensors.append(torch.randn(fused, **like).to(dtype)[:, 0])
         for name in self.columns:
-            found.append((0.25 + 0.5 * torch.rand(shapes[name], **like)).to(dtype))
+            tensors.append((0.25 + 0.5 * torch.rand(shapes[name], **like)).to(dtype))
         if self.by_group:
             projected = torch.rand(case.groups, 6 * case.n, **like) * 0.5 - 0.75
-            found += projected.to(dtype).chunk(6, -1)[: len(self.by_group)]
-        return [x.requires_grad_() for x in found]
+            tensors += projected.to(dtype).chunk(6, -1)[: len(self.by_group)]
+        return [x.requires_grad_() for x in tensors]
 
     def output_grads(self, case: Case, device: str) -> list[Tensor]:
         """Random gradients of the outputs, equal at every call."""

@@ -35,7 +35,7 @@ def describe_run(device: str, arguments: list[str], absent: dict[str, str]) -> d
     """The run line of a record. In the command, the file of ``--out`` stands without its folder."""
     import tilenorm
     from tilenorm.launch import toolchain
-    from tilenorm.ops.torch_private import rms_norm_of_torch
+    from tilenorm.ops.pytorch.torch_private import rms_norm_of_torch
 
     pairs = zip(["", *arguments], arguments, strict=False)
     shown = [Path(value).name if option == "--out" else value for option, value in pairs]
@@ -72,7 +72,7 @@ def describe_run(device: str, arguments: list[str], absent: dict[str, str]) -> d
 def host_path() -> str:
     """What serves tilenorm's calls on the host: its C++, as it describes itself, or Python."""
     try:
-        native = import_module("tilenorm.ops.native")
+        native = import_module("tilenorm.ops.passes.native")
     except ImportError:
         return "python"
     return str(native.describe()) if hasattr(native, "describe") else "python"

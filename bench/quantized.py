@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bench.op import DTYPES, EPS, INFERENCE, Case, Op, layer_norm, of_sum, rms_norm
+from bench.op import EPS, INFERENCE, Case, Op, layer_norm, of_sum, rms_norm
+from tilenorm.spec import NormSpec, Quantization
 
 FP8, MOST = torch.float8_e4m3fn, 448.0
 LEAST_PEAK = 1e-12  # a row of zeros has a finite scale, too
@@ -48,19 +49,15 @@ class Quantized(Op):
         norm = of_sum(self.norm) if self.added else self.norm
         return composed(norm, self.scaling, self.returned, lambda y, *_: (y,))
 
-    def decoded(self, outputs: tuple[Tensor, ...], given: list[Tensor]) -> tuple[Tensor, ...]:
+    def decoded(self, outputs: tuple[Tensor, ...], inputs: list[Tensor]) -> tuple[Tensor, ...]:
         q, *written = outputs
-        scale, *others = [given[-1], *written] if self.scaling == "tensor" else written
+        scale, *others = [inputs[-1], *written] if self.scaling == "tensor" else written
         groups = q.float().unflatten(-1, (-1, SCALINGS[self.scaling] or q.shape[-1]))
         return (groups * scale.float().reshape(-1, groups.shape[-2], 1)).flatten(-2), *others
 
-    def bytes(self, direction: str, case: Case) -> int:
-        """The codes have one byte, and scales are float32, the caller's as well."""
-        item = DTYPES[case.dtype].itemsize
-        rows = item * (len(self.rows) + len(self.outputs) - 1) + 1
-        scales = case.m * case.n // (SCALINGS[self.scaling] or case.n)
-        scales = 1 if self.scaling == "tensor" else scales
-        return case.m * case.n * rows + 4 * scales + item * len(self.columns) * case.n
+    def spec(self, case: Case, **fields) -> NormSpec:
+        how = Quantization(self.scaling, output=self.returned)
+        return super().spec(case, quantized=how, **fields)
 
     def made(self, case: Case, device: str) -> list[Tensor]:
         tensors = [x.detach() for x in super().made(case, device)]
@@ -88,9 +85,9 @@ def composed(norm: Callable, scaling: str, returned: bool, casting: Callable = q
     """A norm, and then a cast of its first output."""
 
     def run(*tensors):
-        *given, static = tensors
-        made = norm(*given)
-        y, *total = made if isinstance(made, tuple) else (made,)
+        *inputs, static = tensors
+        results = norm(*inputs)
+        y, *total = results if isinstance(results, tuple) else (results,)
         return *casting(y, static, scaling), *total, *[y] * returned
 
     return run
@@ -123,12 +120,12 @@ def tilenorm(op: Quantized) -> Callable:
     static, rows = op.scaling == "tensor", len(op.rows)
 
     def run(*tensors):
-        *given, scale = tensors
+        *inputs, scale = tensors
         how = {"scaling": op.scaling, "return_output": op.returned}
         how |= {"scale": scale if static else None}
-        found = function(*given[:rows], given[0].shape[-1:], *given[rows:], eps=EPS, **how)
-        last = (*[found.residual_out] * op.added, *[found.output] * op.returned)
-        return found.q, *[found.scale] * (not static), *last
+        results = function(*inputs[:rows], inputs[0].shape[-1:], *inputs[rows:], eps=EPS, **how)
+        written = (*[results.residual_out] * op.added, *[results.output] * op.returned)
+        return results.q, *[results.scale] * (not static), *written
 
     return run
 

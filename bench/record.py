@@ -241,8 +241,27 @@ class Turns:
         return [statistics.median(a - b for a, b in pair) / self.norms for pair in pairs]
 
 
-KINDS = (Cell, Copy, Host, FirstCall, Precompile, Accuracy, Pair, Turns)
-Line = Cell | Copy | Host | FirstCall | Precompile | Accuracy | Pair | Turns
+@dataclass(frozen=True)
+class Tests:
+    """What the tests that need a GPU did at a commit.
+
+    ``failed`` has the first error of each case by its name, and ``skipped`` the number of cases by
+    the reason. ``native`` says whether the extension in C++ served repeated calls.
+    """
+
+    date: str
+    commit: str
+    versions: str
+    native: bool
+    passed: int
+    failed: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, int] = field(default_factory=dict)
+    not_reached: int = 0
+    seconds: float = 0.0
+
+
+KINDS = (Cell, Copy, Host, FirstCall, Precompile, Accuracy, Pair, Turns, Tests)
+Line = Cell | Copy | Host | FirstCall | Precompile | Accuracy | Pair | Turns | Tests
 
 
 def _of(kind: type) -> Any:
@@ -258,7 +277,9 @@ class Record:
     runs: list[dict] = field(default_factory=list)
     lines: list[Line] = field(default_factory=list)
 
-    cells, copies, hosts, first_calls, precompiles, accuracies, pairs, turns = map(_of, KINDS)
+    cells, copies, hosts, first_calls, precompiles, accuracies, pairs, turns, tests = map(
+        _of, KINDS
+    )
 
     @property
     def timed_pairs(self) -> list[Pair]:
@@ -368,6 +389,18 @@ def writing(path: str | None, run: dict) -> Iterator[tuple[Record, Callable[[Lin
         yield record, emit
 
 
+def append(path: str, run: dict, line: Line) -> None:
+    """Add a run with one line to the record at a path, which may have other runs of this machine.
+
+    Raises ValueError where it has those of another machine.
+    """
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    earlier = [load([path])] if Path(path).exists() else []
+    merge([*earlier, Record([run], [line])])
+    with open(path, "a") as file:
+        print(to_json(run), to_json(line), sep="\n", file=file)
+
+
 def merge(records: Sequence[Record]) -> Record:
     """One record of several, all of one machine, and of one commit if one is a release's.
 
@@ -399,4 +432,5 @@ def by_shape(records: Iterable[Record]) -> dict[tuple, dict[str, Cell]]:
 def what(line: Line) -> tuple:
     """The key of what a line measures: two lines with equal keys measure the same thing."""
     names = "op dtype m n groups way direction provider arguments label base variant inputs path"
+    names += " commit native"
     return type(line), *(getattr(line, name, None) for name in names.split())

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from bench import beside
 from bench.cases import OPS
 from bench.op import DIRECTIONS, INFERENCE
-from bench.record import CONFIDENCE, Accuracy, Cell, Estimate, FirstCall, Host, Pair, Record
+from bench.record import CONFIDENCE, Accuracy, Cell, Estimate, FirstCall, Host, Pair, Record, Tests
 from bench.text import Table, columns, distinct, grouped
 
 OURS, EAGER = "tilenorm", "torch"
@@ -49,6 +49,8 @@ def tables(record: Record) -> Iterator[Table]:
     for of_way in grouped(record.turns, "way").values():
         yield beside.listed(of_way)
         yield from map(beside.table, grouped(of_way, *beside.TOGETHER).values())
+    if record.tests:
+        yield _tests(record.tests)
     if record.pairs:
         yield _pairs(record.pairs)
     yield from (_kernels(pair) for pair in record.pairs if pair.kernels)
@@ -82,6 +84,21 @@ def versions(run: dict) -> str:
     names |= {"tileiras": "tileiras", "Python": "python", "host path": "host_path"}
     found = {name: run.get(field) for name, field in names.items()} | run["packages"]
     return ", ".join(f"{name} {value}" for name, value in found.items() if value)
+
+
+def _tests(lines: Sequence[Tests]) -> Table:
+    """A row for each commit, the last first. Notes say what failed and why cases were skipped."""
+    rows, notes = [], []
+    for line in reversed(lines):
+        path = "C++" if line.native else "Python"
+        counts = line.passed, len(line.failed), sum(line.skipped.values()), line.not_reached
+        where = line.date, line.commit, line.versions, path
+        rows.append([*where, *counts, f"{line.seconds / 60:.0f}"])
+        at = f"{line.commit}, {path}"
+        notes += [f"{at}: {name} failed: {why}" for name, why in line.failed.items()]
+        notes += [f"{at}: skipped {count}: {why}" for why, count in line.skipped.items()]
+    header = ["date", "commit", "versions", "repeated calls", "passed", "failed", "skipped"]
+    return Table("tests that need a GPU", [*header, "not reached", "minutes"], rows, notes)
 
 
 def _of_cells(cells: Sequence[Cell], copies: dict[tuple, float]) -> Table:
@@ -230,6 +247,27 @@ def gains(records: Iterable[Record]) -> str:
         more, peaks = with_interval(pair.more_tokens, 100, "%"), map(gib, pair.peak_bytes)
         rows.append([pair.label, gpus, pair.base, pair.variant, ms, more, " → ".join(peaks)])
     return columns(["model", "GPU", "A", "B", "ms a step", MORE, "peak GiB"], rows)
+
+
+def steps(records: Iterable[Record]) -> str:
+    """What the second variant gains in a step, in a sentence for each two variants. The slower
+    steps come first.
+    """
+    by_variants = grouped((p for r in records for p in r.timed_pairs), "base", "variant")
+    return "\n".join(_sentence(a, b, pairs) for (a, b), pairs in by_variants.items())
+
+
+def _sentence(base: str, variant: str, pairs: Sequence[Pair]) -> str:
+    ordered = sorted(pairs, key=lambda pair: pair.more_tokens.median)
+    slower = [pair for pair in ordered if round(pair.more_tokens.median, 4) < 0]
+    faster = [pair.more_tokens.median * 100 for pair in ordered[len(slower) :]]
+    unclear = sum(p.more_tokens.low is None or p.more_tokens.low <= 0 for p in ordered)
+    losses = [f"{p.label} {with_interval(p.more_tokens, 100, '%')}" for p in slower]
+    parts = [": ".join([f"slower in {len(slower)} of {len(pairs)} steps", *losses])]
+    if faster:
+        parts.append(f"{spread_of(faster, '+.2f')}% tokens/s in the other {len(faster)}")
+    parts.append(f"the interval begins at or below 0 in {unclear}")
+    return f"- `{variant}` beside `{base}`: {'; '.join(parts)}."
 
 
 def _kernels(pair: Pair) -> Table:

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from bench.op import DTYPES, EPS, Case, Op
+from tilenorm.launch.calls import Sizes
+from tilenorm.spec import NormSpec, Rotation
 
 
 def _eager(q, k, cos, sin, weight, key_weight):
@@ -36,10 +38,20 @@ class Rotated(Op):
 
     def shapes(self, case: Case) -> dict[str, tuple[int, ...]]:
         tokens = case.groups, case.m // (case.groups * self.unit)
-        found = dict.fromkeys(("q", "y"), (*tokens, self.heads, case.n))
-        found |= dict.fromkeys(("k", "key_y"), (*tokens, self.key_heads, case.n))
-        found |= dict.fromkeys(("cos", "sin"), (1, tokens[1], case.n))
-        return found | dict.fromkeys(self.columns, (case.n,))
+        by_name = dict.fromkeys(("q", "y"), (*tokens, self.heads, case.n))
+        by_name |= dict.fromkeys(("k", "key_y"), (*tokens, self.key_heads, case.n))
+        by_name |= dict.fromkeys(("cos", "sin"), (1, tokens[1], case.n))
+        return by_name | dict.fromkeys(self.columns, (case.n,))
+
+    def spec(self, case: Case, **fields) -> NormSpec:
+        dtype = case.dtype
+        fields |= {"key": dtype, "rotation": Rotation(case.n, case.n, table=dtype)}
+        columns = dict.fromkeys(self.columns, dtype)
+        return NormSpec.of(self.name.split()[0], case.n, dtype, **columns, **fields)
+
+    def sizes(self, case: Case) -> Sizes:
+        tokens = case.m // (case.groups * self.unit)
+        return Sizes(case.groups, tokens, self.heads, self.key_heads)
 
     def small(self, n: int) -> Case:
         return super().small(128)
@@ -62,7 +74,7 @@ class Rotated(Op):
 def _op(heads: int, key_heads: int) -> Rotated:
     rows, columns = ("q", "k", "cos", "sin"), ("weight", "key_weight")
     name, how = f"rms_norm_rope {heads}/{key_heads}", {"heads": heads, "key_heads": key_heads}
-    return Rotated(name, _eager, rows, columns, ("y", "key_y"), (*rows, *columns), **how)
+    return Rotated(name, _eager, rows, columns, ("y", "key_y"), **how)
 
 
 # The heads of Qwen 3 8B, Qwen 3 32B and Gemma 3 12B.

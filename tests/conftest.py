@@ -2,6 +2,7 @@ import itertools
 import os
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,14 +10,15 @@ import torch
 
 from tilenorm.__main__ import main
 from tilenorm.launch import plan, toolchain, user_table
-from tilenorm.ops import native
-from tilenorm.ops.native import build
+from tilenorm.ops.passes import native
+from tilenorm.ops.passes.native import build
 from tilenorm.spec import NormSpec
 
-from . import cases
+from . import cases, turns
 from .executors import Executor, Gpu, Interpreter
 from .ops.helpers import NEEDS_GPU
 from .ops.pretended import forgotten
+from .outcomes import Outcomes
 from .stand_in_compiler import Compiler
 
 EXTENSION = "TESTS_EXTENSION"  # a variable: the file of the extension that serves
@@ -26,9 +28,17 @@ ALL = "test_accuracy"  # all cases of this test are quick
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "serve repeated calls by the extension in C++, which `python -m tilenorm build` builds"
     parser.addoption("--native", action="store_true", help=text)
+    text = "run the cases alone that need a GPU"
+    parser.addoption("--only-gpu", action="store_true", help=text)
+    text = "write what each case does to a file, as lines of JSON"
+    parser.addoption("--outcomes", metavar="FILE", type=Path, help=text)
+    text = "leave out the cases that a file names, one on a line"
+    parser.addoption("--leave-out", metavar="FILE", type=Path, help=text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("outcomes") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Outcomes(config.getoption("outcomes")))
     if config.getoption("--native"):
         # Processes of pytest-xdist inherit the variable, and another cache folder.
         extension = Path(os.environ.setdefault(EXTENSION, str(build.path())))
@@ -59,8 +69,25 @@ def pytest_collection_modifyitems(config, items: list[pytest.Item]) -> None:
                 item.add_marker("slow")
             seen[item.function] |= tested
     if not torch.cuda.is_available():
-        config.hook.pytest_deselected(items=list(filter(is_of_gpu, items)))
-        items[:] = itertools.filterfalse(is_of_gpu, items)
+        _keep(config, items, lambda item: not is_of_gpu(item))
+    if config.getoption("only_gpu"):
+        _keep(config, items, is_of_gpu)
+    if config.getoption("leave_out"):
+        names = {*config.getoption("leave_out").read_text().splitlines()}
+        _keep(config, items, lambda item: item.nodeid not in names)
+
+
+def _keep(config, items: list[pytest.Item], kept: Callable[[pytest.Item], bool]) -> None:
+    config.hook.pytest_deselected(items=list(itertools.filterfalse(kept, items)))
+    items[:] = filter(kept, items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item):
+    if not torch.cuda.is_available() or not is_of_gpu(item):
+        return (yield)
+    with turns.turn(turns.memory_of(item, getattr(spec_of(item), "hidden", 0))):
+        return (yield)
 
 
 def parameters(item: pytest.Item) -> dict[str, object]:

@@ -11,7 +11,7 @@ from tilenorm.launch.config import StreamForward
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.target import Target
 from tilenorm.launch.tiling import CLEAR_SLOTS
-from tilenorm.ops import cutile
+from tilenorm.ops.passes import cutile
 from tilenorm.spec import NormSpec
 from tilenorm.table import MODULATION, OPS
 from tilenorm.tools.precompile import calls_of, compile_call
@@ -88,7 +88,7 @@ class Inputs(oracle.Arguments):
         mean, rstd = self.stats(spec)
         found = {"x": oracle.total(spec, self), "mean": mean, "rstd": rstd}
         found["input"] = self.x
-        return tuple(found.get(role, getattr(self, role, None)) for role in spec.kept)
+        return tuple(found.get(role, getattr(self, role, None)) for role in spec.kernel_reads)
 
     def truth(self, spec: NormSpec) -> dict[str, oracle.Truth]:
         return oracle.norm(spec, self)
@@ -104,7 +104,7 @@ class Inputs(oracle.Arguments):
 
 
 class Executor:
-    """Plans for `target`, allocates on `device` and runs through tilenorm.ops.cutile."""
+    """Plans for `target`, allocates on `device` and runs through tilenorm.ops.passes.cutile."""
 
     name: str
     device: str
@@ -134,7 +134,7 @@ class Executor:
         needs = needs or every_gradient(spec)
         plan = plan_backward(spec, self.target, needs)
         dsum, saved = inputs.dsum if needs.dsum else None, inputs.saved(spec)
-        run = cutile.bind_backward(plan, spec.kept, self.run(**how))
+        run = cutile.bind_backward(plan, spec.kernel_reads, self.run(**how))
         with guarded():
             tensors = run((inputs.dy, dsum, *saved), inputs.eps)
         names = cases.GRADIENTS + cases.BY_GROUP * spec.modulated
@@ -196,7 +196,7 @@ class Gpu(Executor):
     name, device = "gpu", "cuda"
 
     def __init__(self):
-        from tilenorm.ops.registry import device_of
+        from tilenorm.ops.passes.registry import device_of
 
         self.target = device_of("cuda", torch.cuda.current_device()).target
 

@@ -8,7 +8,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from tilenorm.ops import cutile, torch_private
+from tilenorm.ops.passes import cutile
+from tilenorm.ops.pytorch import torch_private
 
 GUARD = 512  # bytes on either side; CUDA's allocations start at multiples of as many
 PATTERN = 0xA5

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilenorm.ops.quantize import QuantizedNorm
+from tilenorm.ops.passes.quantize import QuantizedNorm
 from tilenorm.spec import FP8, GROUPS, LAYOUTS, Quantization
 
 MX = torch.float8_e8m0fnu

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from tilenorm.launch import forced
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.config import (
     Backward,
@@ -21,9 +22,9 @@ from tilenorm.launch.config import (
     SharedForward,
     StreamForward,
 )
-from tilenorm.launch.plan import BackwardPlan, ForwardPlan
+from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.target import Target
-from tilenorm.ops import cutile
+from tilenorm.ops.passes import cutile
 from tilenorm.spec import NormSpec
 
 from . import cases
@@ -93,14 +94,16 @@ def run(executor: Executor) -> Iterator[tuple[Job, str | None]]:
 def launch(job: Job, inputs: Inputs, target: Target, run) -> None:
     spec, config = job.spec, job.config
     if config.direction == "forward":
-        plan = ForwardPlan(spec, target, config, True)
+        with forced(config):
+            plan = plan_forward(spec, target, True)
         cutile.bind_forward(plan, run)(inputs.tensors(spec), EPS)
         return
     needs = every_gradient(spec)._replace(terms=job.terms, output=job.terms > 1)
-    plan = BackwardPlan(spec, target, config, needs)
+    with forced(config):
+        plan = plan_backward(spec, target, needs)
     more = [torch.zeros_like(inputs.dy)] * (job.terms - 1)
     tensors = inputs.dy, inputs.dsum, *inputs.saved(spec), *more
-    cutile.bind_backward(plan, spec.kept, run)(tensors, EPS)
+    cutile.bind_backward(plan, spec.kernel_reads, run)(tensors, EPS)
 
 
 if __name__ == "__main__":

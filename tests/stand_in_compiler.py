@@ -11,7 +11,7 @@ from cuda.tile._cext import default_tile_context
 from tests.executors import Interpreter
 from tilenorm.launch import disk_cache, kernel, tiling
 from tilenorm.launch.calls import bound
-from tilenorm.ops import cutile
+from tilenorm.ops.passes import cutile
 from tilenorm.tools.precompile import cubin_of
 
 SCRIPT = """#!/bin/sh

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tilenorm.ops.native import build
-from tilenorm.ops.native.build import BuildError
+from tilenorm.ops.passes.native import build
+from tilenorm.ops.passes.native.build import BuildError
 
 SCRIPT = """#!/bin/sh
 echo run >> {log}

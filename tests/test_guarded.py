@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tilenorm.ops import cutile
+from tilenorm.ops.passes import cutile
 
 from .guarded import GUARD, guarded
 

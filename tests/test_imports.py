@@ -20,16 +20,24 @@ ALL = [*PACKAGE, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "bench
 ALLOWED = {
     "kernels": {"cuda.tile", "dataclasses", "typing"},
     "settings": set(),
-    "table": set(),
-    "spec": {"tilenorm.table"},
+    "row": set(),
+    "table": {"tilenorm.row"},
+    "spec": {"tilenorm.row", "tilenorm.table"},
     "launch": {"tilenorm.kernels", "tilenorm.settings", "tilenorm.spec", "tilenorm.table"}
     | {"cuda.tile", "cutile_cache"},
-    "ops": {"tilenorm.launch", "tilenorm.settings", "tilenorm.spec", "tilenorm.table", "torch"},
+    "ops": {
+        "tilenorm.launch",
+        "tilenorm.row",
+        "tilenorm.settings",
+        "tilenorm.spec",
+        "tilenorm.table",
+    }
+    | {"torch"},
     "nn": {"tilenorm.ops", "torch"},
     "tools": {"tilenorm.launch", "tilenorm.ops", "tilenorm.settings", "tilenorm.spec"}
-    | {"tilenorm.table", "cuda.tile", "torch"},
+    | {"tilenorm.row", "tilenorm.table", "cuda.tile", "torch"},
     "integrations": {"tilenorm.nn", "tilenorm.ops", "tilenorm.spec", "tilenorm.launch.tuned"}
-    | {"tilenorm.settings", "tilenorm.table", "tilenorm.tools.fingerprint", "torch"}
+    | {"tilenorm.row", "tilenorm.settings", "tilenorm.table", "tilenorm.tools.fingerprint", "torch"}
     | {"sglang", "torchtitan", "transformers", "vllm"},
     "__init__": {"tilenorm.ops", "tilenorm.nn", "tilenorm.tools", "tilenorm.integrations"},
     "__main__": {"tilenorm.tools", "tilenorm.ops", "tilenorm.launch", "tilenorm.spec"}
@@ -37,6 +45,13 @@ ALLOWED = {
 }
 # Device code: of the standard library, groups of constants and their types alone.
 NO_STANDARD_LIBRARY = {"kernels"}
+# The folders of tilenorm/ops from the lowest to the highest. The functions stand above them.
+OPS_ROOMS = ("pytorch", "passes", "torch_ops")
+ROOMS = [
+    *(ROOT / "tilenorm" / name for name in ("kernels", "launch", "ops", "tools", "integrations")),
+    *(ROOT / "tilenorm" / "ops" / name for name in OPS_ROOMS),
+]
+MAX_FLOORS = 8
 MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 MAX_FUNCTION_LINES = 70
 MAX_PARAMETERS = 9  # of a function that a kernel calls
@@ -88,6 +103,56 @@ def folders_import_only_what_the_design_allows() -> Violations:
         for line, name in imports(path):
             if not inside(name, allowed):
                 yield path, line, f"{mine} may not import {name}"
+
+
+def modules_of(room: Path) -> dict[str, Path]:
+    """The modules in a folder and below it, or in the folder alone where it has rooms. Without the
+    folder's own __init__.py, which gathers the names of the others.
+    """
+    files = room.glob("*.py") if room.name == "ops" else room.rglob("*.py")
+    inner = [path for path in files if path != room / "__init__.py"]
+    names = {path: path.relative_to(ROOT).with_suffix("").parts for path in inner}
+    return {".".join(parts).removesuffix(".__init__"): path for path, parts in names.items()}
+
+
+def arrows(room: Path) -> dict[str, set[str]]:
+    """For each module of a room, the modules of that room that it imports.
+
+    Imports inside of functions count, because a circle that a function hides is one too.
+    """
+    modules = modules_of(room)
+    found = {}
+    for module, path in modules.items():
+        names = [name for _, name in imports(path)]
+        targets = {name if name in modules else name.rpartition(".")[0] for name in names}
+        found[module] = targets & {*modules} - {module}
+    return found
+
+
+def no_room_has_a_circle_or_more_floors_than_one_can_follow() -> Violations:
+    """A module stands one floor above the highest module that it imports."""
+    for room in ROOMS:
+        graph = arrows(room)
+        floors: dict[str, int] = {}
+        while ready := [m for m in graph if m not in floors and graph[m] <= {*floors}]:
+            floors |= {m: 1 + max((floors[below] for below in graph[m]), default=0) for m in ready}
+        for module in sorted({*graph} - {*floors}):
+            yield modules_of(room)[module], 1, "imports itself by way of others"
+        for module, floor in floors.items():
+            if floor > MAX_FLOORS:
+                yield modules_of(room)[module], 1, f"stands on floor {floor}"
+
+
+def rooms_of_ops_import_downwards() -> Violations:
+    for path in sorted((ROOT / "tilenorm" / "ops").rglob("*.py")):
+        room = path.relative_to(ROOT / "tilenorm" / "ops").parts[0]
+        height = OPS_ROOMS.index(room) if room in OPS_ROOMS else len(OPS_ROOMS)
+        above = {f"tilenorm.ops.{name}" for name in OPS_ROOMS[height + 1 :]}
+        for line, name in imports(path):
+            folder = name.split(".")[2:3]
+            top = name.startswith("tilenorm.ops.") and folder[0] not in OPS_ROOMS
+            if inside(name, above) or (top and height < len(OPS_ROOMS)):
+                yield path, line, f"{room} may not import {name}"
 
 
 def nothing_imports_tests_or_bench() -> Violations:
@@ -149,6 +214,8 @@ def is_kernel(function: ast.FunctionDef) -> bool:
 
 RULES = (
     folders_import_only_what_the_design_allows,
+    no_room_has_a_circle_or_more_floors_than_one_can_follow,
+    rooms_of_ops_import_downwards,
     nothing_imports_tests_or_bench,
     modules_hold_no_mutable_state,
     nothing_writes_to_a_table,

@@ -24,7 +24,7 @@ from tilenorm.tools import options, precompile
 from tilenorm.tools import tune as tuning
 from tilenorm.tools.candidates import Search
 from tilenorm.tools.explain import planned_device
-from tilenorm.tools.precompile import piece_training_calls, training_calls
+from tilenorm.tools.precompile import training_calls
 
 FOR_H200 = ["--arch", "sm_90", "--hidden", "256"]
 
@@ -90,8 +90,6 @@ WRONG = {
     f"{EXPLAIN} --layer-scale": "--layer-scale: rms_norm takes none, or not with these options",
     f"{EXPLAIN} --op add_rms_norm --residuals 2 --dropout-mask 2": "--dropout-mask: add_rms_norm",
     f"{EXPLAIN} --op layer_norm --activation sigmoid": "--activation: layer_norm takes no gate",
-    f"{PRECOMPILE} --op modulated_rms_norm --pieces": "--pieces: modulated_rms_norm has none",
-    f"{PRECOMPILE} --pieces --terms 2": "--pieces: rows in pieces take one term of dy",
     "precompile --arch sm_90 --hidden 262145": (
         "normalized_shape holds 262145 elements; the kernels take 1 to 262144"
     ),
@@ -152,7 +150,6 @@ STEPS = {
     "": (training_calls, {"terms": (1,), "output": False}),
     "--output --terms 2": (training_calls, {"terms": (2,), "output": True}),
     "--output --terms": (training_calls, {"terms": (1, 2, 3), "output": True}),
-    "--pieces": (piece_training_calls, {}),
 }
 
 

@@ -8,7 +8,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .nn import LayerNorm, ModulatedLayerNorm, ModulatedRMSNorm, RMSNorm
-from .ops.decompositions import decompositions
 from .ops.functional import (
     add_layer_norm,
     add_rms_norm,
@@ -30,8 +29,9 @@ from .ops.functional_quantized import (
     layer_norm_quantized,
     rms_norm_quantized,
 )
-from .ops.quantize import QuantizedNorm
-from .ops.registry import ReferenceWarning
+from .ops.passes.quantize import QuantizedNorm
+from .ops.passes.registry import ReferenceWarning
+from .ops.torch_ops.decompositions import decompositions
 
 if TYPE_CHECKING:  # __getattr__ imports these
     from . import integrations as integrations
@@ -87,7 +87,7 @@ __all__ = [
     "rms_norm_rope",
     "unpatch",
 ]
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 
 if not TYPE_CHECKING:  # a type checker would then take every name for one that is there

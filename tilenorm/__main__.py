@@ -55,13 +55,6 @@ def compile_ahead(asked: argparse.Namespace) -> int:
     specs = options.served(asked, planned_device(asked.arch))
     terms = tuple(asked.terms or COMPILED_TERMS)
     calls = partial(precompile.training_calls, terms=terms, output=asked.output)
-    if asked.pieces:
-        if terms != (1,) or asked.output:
-            raise RefusedError("--pieces: rows in pieces take one term of dy and no --output")
-        for spec in specs:
-            if spec.modulated:
-                raise RefusedError(f"--pieces: {spec.op} has none")
-        calls = precompile.piece_training_calls
     return _print(precompile.listed(specs, Target.of(asked.arch), asked.processes, calls))
 
 
@@ -75,8 +68,8 @@ def digests(asked: argparse.Namespace) -> int:
 
 def build(asked: argparse.Namespace) -> int:
     """Compile the part of tilenorm that serves repeated calls, for this PyTorch and this Python."""
-    from .ops.native.build import BuildError
-    from .ops.native.build import build as build_extension
+    from .ops.passes.native.build import BuildError
+    from .ops.passes.native.build import build as build_extension
 
     try:
         build_extension(partial(print, flush=True), asked.aside)

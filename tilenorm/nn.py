@@ -12,8 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from .ops.arguments import check_argument, check_option, sizes_of, wrong
+from .ops.arguments import check_argument, check_option, sizes_of
 from .ops.functional import layer_norm, modulated_layer_norm, modulated_rms_norm, rms_norm
+from .ops.pytorch.errors import wrong
 
 
 def refuse_script(module: nn.Module) -> None:

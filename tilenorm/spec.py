@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from .table import DERIVED, FACTORS, MODULATION, OF_KEY, OPS
+from .row import Op
+from .table import BACKWARD, BRANCH_PORTS, COS, MODULATION, OF_KEY, OPS, SIN
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1}
 DIGITS = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}  # binary ones
@@ -21,15 +22,15 @@ LAYOUTS = {
 # The fields of NormSpec that are dtypes of tensors: `dtype` is that of x, and each other field has
 # the name of its tensor's role.
 TENSORS = ("dtype", "residual", "gate", "weight", "bias", "addend", "skip")
-TENSORS += FACTORS + MODULATION + OF_KEY
+TENSORS += (*(port.role for port in BRANCH_PORTS), *MODULATION, *OF_KEY)
 MAX_TERMS = 4  # of dy, that one backward pass adds up
 # No table, no rule and no candidate of the tuner has blocks share a row of fewer elements.
 SHARED_FROM = 8192
 
 
 class Options(NamedTuple):
-    """The fields of NormSpec that do not follow from the tensors: what the op norm_backward and the
-    ops of rows in pieces take one by one, in this order, after their tensors.
+    """The fields of NormSpec that do not follow from the tensors: what the op norm_backward takes
+    one by one, in this order, after its tensors.
     """
 
     hidden: int
@@ -42,19 +43,14 @@ class Options(NamedTuple):
 
 
 class Quantization(NamedTuple):
-    """How normalised rows are quantised, and what is returned of them. See ops/quantize.py.
+    """How normalised rows are quantised, and what is returned: see ops/passes/quantize.py."""
 
-    scaling: "row", "block", "mx" or "tensor". dtype: that of q. power_of_2: the scales of rows and
-    blocks are powers of two. layout: of the scales. output: the normalised rows are returned too.
-    amax: their largest magnitude is returned too.
-    """
-
-    scaling: str
-    dtype: str = "float8_e4m3fn"
-    power_of_2: bool = False
-    layout: str = "row"
-    output: bool = False
-    amax: bool = False
+    scaling: str  # "row", "block", "mx" or "tensor"
+    dtype: str = "float8_e4m3fn"  # of q
+    power_of_2: bool = False  # the scales of rows and blocks are powers of two
+    layout: str = "row"  # of the scales
+    output: bool = False  # the normalised rows are returned too
+    amax: bool = False  # the largest magnitude of the normalised rows is returned too
 
     @property
     def group(self) -> int:
@@ -68,6 +64,11 @@ class Quantization(NamedTuple):
         return hidden // self.group if self.group else 1
 
     @property
+    def scale_dtype(self) -> str:
+        """The dtype of the array of scales that the kernels write: powers of two are bytes."""
+        return "uint8" if self.scaling == "mx" else "float32"
+
+    @property
     def label(self) -> str:
         """The fields in words."""
         words = [f"{self.scaling} scales"] + ["powers of two"] * self.power_of_2
@@ -76,23 +77,16 @@ class Quantization(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """How normalised heads are rotated by their tokens' angles, whose cosines and sines are given.
+    """How normalised heads are rotated by the angles of their tokens, which tables give."""
 
-    dim: how many elements of a head are rotated, the first ones; it is even. head: the elements of
-    a head. interleaved: elements 2 i and 2 i + 1 are a pair, else i and i + dim / 2. table: the
-    dtype of cos and sin. full: these have `dim` columns, one for each element, else dim / 2, one
-    for each pair. positions: the dtype of the tokens' rows in the tables; None where each token
-    has a row of its own. heads_first: the input is (B, S, H, head), and what is made of it is
-    (B, H, S, head).
-    """
-
-    dim: int
-    head: int
-    interleaved: bool = False
-    table: str = "float32"
-    full: bool = True
+    dim: int  # how many elements of a head are rotated, the first ones; it is even
+    head: int  # the elements of a head
+    interleaved: bool = False  # elements 2 i and 2 i + 1 are a pair, else i and i + dim / 2
+    table: str = "float32"  # the dtype of cos and sin
+    full: bool = True  # tables have `dim` columns, one for each element, else one for each pair
+    # The dtype of the tokens' rows in the tables; None where each token has a row of its own.
     positions: str | None = None
-    heads_first: bool = False
+    heads_first: bool = False  # of an input (B, S, H, head), the output is (B, H, S, head)
 
     def aligned(self, item_bytes: int) -> bool:
         """Whether heads, and what is rotated of a head and of a table, are whole 16-byte vectors,
@@ -117,56 +111,43 @@ class Rotation(NamedTuple):
 class NormSpec:
     """One normalisation, independent of the number of rows and of the device.
 
-    norm: "rms" or "layer". hidden: N, the elements of a row. dtype: the dtype of input and output.
-    weight, bias: their dtypes, or None without them. offset: a constant added to the weight.
-
-    residual: the dtype of the residual and of the sum x + residual, which is normalised. addend:
-    the dtype of what is added to x before the residual, and of x + addend. skip: the dtype of what
-    is added to the normalised rows, and of the output. dropout_mask: "bool", if x is multiplied by
-    a mask and by dropout_scale before the sum. layer_scale: the dtype of the N factors of x before
-    the sum. gate: the dtype of the gate z; act(z) multiplies the normalised rows, or, with
-    gate_first, the rows before the norm. activation: act(z) is z · σ(z) for "silu" and σ(z) for
-    "sigmoid". heads: 0, or the number of heads H; each head has its own N weights and biases, and
-    row i of the input belongs to head i mod H. quantized: how the output is quantised, if it is.
-    inner: the norm of x that is added to the residual in place of x, or None. mod_scale, mod_shift:
-    the dtypes of what modulates the normalised rows, a row for each group of consecutive rows: y is
-    multiplied by 1 + scale, and shift is added. mod_gate: that of what multiplies x, by group,
-    before the residual is added. rounding: "late"
-    computes in float32 to the end; "early" rounds to the input's dtype before the weight is
-    applied.
-
-    rotation: how the normalised heads are rotated, if they are. x is then (tokens, H, head), and
-    hidden is `head`, or H · head where all heads of a token are normalised together. key: the dtype
-    of other heads of the same tokens, for which the same is done; key_weight: that of their weight.
-    key_hidden: the elements of a key's token, where these are normalised together, else 0.
+    A field that is a dtype is None where the norm has no such tensor.
     """
 
-    norm: str
-    hidden: int
-    dtype: str
-    weight: str | None = None
-    bias: str | None = None
-    offset: float = 0.0
-    residual: str | None = None
-    gate: str | None = None
-    gate_first: bool = False
+    norm: str  # "rms" or "layer"
+    hidden: int  # N, the elements of a row
+    dtype: str  # of input and output
+    weight: str | None = None  # a dtype
+    bias: str | None = None  # a dtype
+    offset: float = 0.0  # a constant added to the weight
+    residual: str | None = None  # the dtype of it, and of the sum x + residual, which is normalised
+    gate: str | None = None  # the dtype of z; act(z) multiplies the normalised rows
+    gate_first: bool = False  # act(z) multiplies the rows before the norm
+    # The number of heads H, or 0. Each head has its own N weights and biases, and row i of the
+    # input belongs to head i mod H.
     heads: int = 0
+    # "late" computes in float32 to the end; "early" rounds to the input's dtype before the weight
+    # is applied.
     rounding: str = "late"
-    activation: str = "silu"
-    addend: str | None = None
-    skip: str | None = None
-    dropout_mask: str | None = None
-    layer_scale: str | None = None
-    dropout_scale: float = 1.0
-    quantized: Quantization | None = None
-    inner: "NormSpec | None" = None
+    activation: str = "silu"  # act(z) is z · σ(z) for "silu" and σ(z) for "sigmoid"
+    addend: str | None = None  # the dtype of what is added before the residual, and of that sum
+    skip: str | None = None  # the dtype of what is added to normalised rows, and of the output
+    dropout_mask: str | None = None  # "bool": x is multiplied by a mask before the sum
+    layer_scale: str | None = None  # the dtype of the N factors of x before the sum
+    dropout_scale: float = 1.0  # a factor beside the mask
+    quantized: Quantization | None = None  # how the output is quantised
+    inner: "NormSpec | None" = None  # the norm of x that is added to the residual in place of x
+    # The dtypes of what modulates the normalised rows, with a row for each group of consecutive
+    # rows: y is multiplied by 1 + scale, and shift is added.
     mod_scale: str | None = None
     mod_shift: str | None = None
-    mod_gate: str | None = None
+    mod_gate: str | None = None  # a dtype; it multiplies x, by group, before the residual is added
+    # How the normalised heads are rotated. x is then (tokens, H, head), and hidden is `head`, or
+    # H · head where all heads of a token are normalised together.
     rotation: Rotation | None = None
-    key: str | None = None
-    key_weight: str | None = None
-    key_hidden: int = 0
+    key: str | None = None  # the dtype of other heads of the same tokens, which are treated alike
+    key_weight: str | None = None  # a dtype
+    key_hidden: int = 0  # the elements of a key's token, where these are normalised together
 
     @classmethod
     def of(cls, op: str, hidden: int, dtype: str, **fields) -> "NormSpec":
@@ -218,7 +199,7 @@ class NormSpec:
     @property
     def branches(self) -> bool:
         """Whether x is masked or scaled before it is added to the residual."""
-        return any(getattr(self, name) for name in FACTORS)
+        return any(getattr(self, port.role) for port in BRANCH_PORTS)
 
     @property
     def modulated(self) -> bool:
@@ -240,11 +221,11 @@ class NormSpec:
         return (norm, of_key) if self.key else (norm,)
 
     @property
-    def saved(self) -> tuple[str, ...]:
+    def autograd_saves(self) -> tuple[str, ...]:
         """The roles of the tensors that autograd saves: also x itself, of which, and not of the
         sum, the gradient of the layer scale is made.
         """
-        return (*self.kept, "input") if self.layer_scale else self.kept
+        return (*self.kernel_reads, "input") if self.layer_scale else self.kernel_reads
 
     @property
     def unserved(self) -> str | None:
@@ -269,7 +250,9 @@ class NormSpec:
     @property
     def without_joins(self) -> "NormSpec":
         """The same norm, where operations of their own do what `joins` tells of."""
-        return replace(self, **dict.fromkeys(("addend", "skip", *FACTORS)))
+        return replace(
+            self, **dict.fromkeys(("addend", "skip", *(port.role for port in BRANCH_PORTS)))
+        )
 
     def dtype_of(self, role: str) -> str | None:
         """The dtype of a tensor that is taken, by its role; None for an absent one, or a number."""
@@ -278,28 +261,49 @@ class NormSpec:
         if role in ("cos", "sin", "positions"):
             how = self.rotation
             return how and (how.positions if role == "positions" else how.table)
+        if role == "given_scale":
+            by_caller = self.quantized is not None and self.quantized.scaling == "tensor"
+            return "float32" if by_caller else None
         return getattr(self, "dtype" if role == "x" else role, None)
+
+    @cached_property
+    def row(self) -> Op:
+        """The row of the op that users call: of those with this norm that need none of the tensors
+        that are absent, the first that takes most of the others. An op of a backward pass may have
+        a mixture of tensors that no row takes.
+        """
+        if self.inner:
+            chains = [row for row in OPS.values() if row.calls]
+            return next(row for row in chains if row.calls[0].op == self.inner.op)
+        roles = {role for role in TENSORS if role != "dtype" and getattr(self, role)} | {"x"}
+        roles |= {COS.role, SIN.role} if self.rotation else set()
+        kind = self.norm, self.quantized is not None
+        rows = [
+            row
+            for row in OPS.values()
+            if not row.calls
+            and (row.norm, row.quantized) == kind
+            and roles.issuperset(port.role for port in row.takes if port.needed)
+        ]
+        return max(rows, key=lambda row: len(roles.intersection(row.roles)))
 
     @property
     def op(self) -> str:
         """The name of the function that users call."""
-        if self.inner:
-            return f"{self.inner.op}_{self.norm}_norm"
-        if self.modulated:
-            return f"modulated_{self.norm}_norm"
-        if self.rotation:
-            return f"{self.norm}_norm_rope"
-        before = "add_" if self.residual else "gated_" if self.gate else ""
-        after = f"{'_add' if self.skip else ''}{'_quantized' if self.quantized else ''}"
-        return f"{before}{self.norm}_norm{after}"
+        return self.row.name
+
+    @property
+    def backward(self) -> Op:
+        """The row of the op of its backward pass."""
+        return BACKWARD[self.row.backward]
 
     @property
     def derived(self) -> tuple[str, ...]:
         """The roles of the tensors that may have gradients, in the order of Needs.gradients."""
-        return DERIVED + (MODULATION if self.modulated else OF_KEY if self.rotation else ())
+        return self.backward.derived
 
     @cached_property
-    def kept(self) -> tuple[str, ...]:
+    def kernel_reads(self) -> tuple[str, ...]:
         """The roles of the saved tensors that the backward pass reads. "x" is the sum if there is
         one, and "input" is x itself.
         """
@@ -309,7 +313,11 @@ class NormSpec:
             return ("x", *roles, "cos", "sin", *["positions"] * bool(self.rotation.positions))
         roles = ["x", *(name for name in ("gate", "weight", "bias") if getattr(self, name))]
         roles += ["mean", "rstd"] if self.norm == "layer" else ["rstd"]
-        roles += [name for name in (*FACTORS, "mod_scale", "mod_gate") if getattr(self, name)]
+        roles += [
+            name
+            for name in ("dropout_mask", "layer_scale", "mod_scale", "mod_gate")
+            if getattr(self, name)
+        ]
         return (*roles, "input") if self.mod_gate else tuple(roles)
 
     @property

@@ -3,20 +3,29 @@ import torch
 
 from bench.cases import OPS, RELEASE, SUITE_DIRECTIONS, SUITES
 from bench.op import DTYPES, Case
-from bench.quantized import Quantized
+from bench.quantized import SCALINGS, Quantized
 from bench.rotated import Rotated
 from tilenorm import table
-from tilenorm.spec import NormSpec, Quantization
-from tilenorm.tools.explain import moved_bytes
 
 every_op = pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
 M, N, GROUPS = 2880, 128, 2  # whole tokens of all ops
-# Rows, columns and groups that a pass reads and writes, of what a spec does not count.
+# Rows, columns and groups that the passes read and write: forward, backward.
 BY_HAND = {
+    "rms_norm": ((2, 1, 0), (3, 2, 0)),
+    "layer_norm": ((2, 2, 0), (3, 3, 0)),
+    "add_rms_norm": ((4, 1, 0), (4, 2, 0)),
+    "add_layer_norm": ((4, 2, 0), (4, 3, 0)),
+    "rms_norm_add": ((3, 1, 0), (3, 2, 0)),
+    "layer_norm_add": ((3, 2, 0), (3, 3, 0)),
+    "gated_rms_norm": ((3, 1, 0), (5, 2, 0)),
+    "gated_layer_norm": ((3, 2, 0), (5, 4, 0)),
+    "head_rms_norm": ((2, 32, 0), (3, 64, 0)),
     "rms_norm_add_rms_norm": ((4, 2, 0), (6, 4, 0)),
     "layer_norm_add_layer_norm": ((4, 4, 0), (6, 6, 0)),
-    "modulated": ((2, 0, 2), (3, 0, 3)),
-    "modulated gated": ((4, 0, 3), (6, 0, 5)),
+    "modulated_rms_norm": ((2, 0, 2), (3, 0, 3)),
+    "modulated_layer_norm": ((2, 0, 2), (3, 0, 3)),
+    "modulated_rms_norm gated": ((4, 0, 3), (6, 0, 5)),
+    "modulated_layer_norm gated": ((4, 0, 3), (6, 0, 5)),
 }
 
 
@@ -35,26 +44,19 @@ def test_every_op_of_the_table_is_measured():
 
 @every_op
 def test_bytes_are_what_the_mathematics_needs(op):
-    """As tilenorm.explain counts them: tests/tools/test_explain.py has the numbers."""
-    case, name = case_of(op), row_of(op.name)
-    found = tuple(op.bytes(direction, case) for direction in ("forward", "backward"))
-    if counts := BY_HAND.get(op.name.replace("_rms_norm", "").replace("_layer_norm", "")) or (
-        BY_HAND.get(op.name)
-    ):
-        assert found == tuple(2 * N * (r * M + c + g * GROUPS) for r, c, g in counts)
-        return
+    case = case_of(op)
+    moved = tuple(op.bytes(direction, case) for direction in ("forward", "backward"))
+    assert op.bytes("inference", case) == moved[0]
     if isinstance(op, Rotated):  # the tables are read once, whatever the samples and heads
         tables = 2 * (M // op.unit // GROUPS) + 2
-        assert found == (2 * N * (2 * M + tables), 2 * N * (3 * M + tables + 2))
-        return
-    how = {}
-    if isinstance(op, Quantized):
-        how["quantized"] = Quantization(op.scaling, output=op.returned)
-    parameters = dict.fromkeys(op.columns, "bfloat16")
-    spec = NormSpec.of(name, N, "bfloat16", heads=op.heads, **parameters, **how)
-    assert found[0] == moved_bytes(spec, M)[0]
-    assert found[1] == moved_bytes(spec, M)[1] or not op.trained
-    assert op.bytes("inference", case) == found[0]
+        assert moved == (2 * N * (2 * M + tables), 2 * N * (3 * M + tables + 2))
+    elif isinstance(op, Quantized):  # codes have one byte, and scales are float32
+        scales = 1 if op.scaling == "tensor" else M * N // (SCALINGS[op.scaling] or N)
+        rows = 2 * (len(op.rows) + len(op.outputs) - 1) + 1
+        assert moved[0] == M * N * rows + 4 * scales + 2 * N * len(op.columns)
+    else:
+        counts = BY_HAND[op.name]
+        assert moved == tuple(2 * N * (r * M + c + g * GROUPS) for r, c, g in counts)
 
 
 def test_inputs_of_a_model_are_slices_of_its_projections():

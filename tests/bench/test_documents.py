@@ -1,11 +1,9 @@
 """The documents of the repository say what their records say.
 
 The pages of the records hold what each kind of a record prints, those of README.md what a summary,
-an index and a list of gains say.
+an index and a list of gains say. tests/test_documents.py holds the rest of all documents.
 """
 
-import contextlib
-import io
 import re
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import pytest
 from bench import documents, plot
 from bench.__main__ import main
 from bench.providers import PROVIDERS
-from bench.record import Cell, Turns, load, to_json
+from bench.record import Cell, Pair, Turns, load, to_json
 
 from .test_record import RUN, SHAPE, TIMED
 
@@ -42,29 +40,6 @@ def test_every_record_is_in_the_index():
     assert (
         set(re.findall(r"^\|.*\| \[([\w-]+)\]\(results/\1\.md\) \|", text, re.MULTILINE)) == records
     )
-
-
-@pytest.mark.parametrize("path", [*DOCUMENTS, *sorted(RESULTS.glob("*.md"))], ids=lambda p: p.stem)
-def test_links_lead_to_files_and_headings_that_exist(path):
-    for target in re.findall(r"\]\((?!http)([^)]+)\)", path.read_text()):
-        name, _, heading = target.partition("#")
-        linked = (path.parent / name) if name else path
-        assert linked.exists(), target
-        if heading:
-            headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
-            slugs = [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings]
-            assert heading in slugs, target
-
-
-@pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")
-def test_first_example_of_the_readme_prints_what_its_comments_say():
-    code = re.search(r"```python\n(.*?)```", DOCUMENTS[0].read_text(), re.DOTALL)[1]
-    expected = re.findall(r"^print\(.*  # (.*)$", code, re.MULTILINE)
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(code.replace('"cuda"', '"cpu"'), {})
-    assert expected
-    assert printed.getvalue().splitlines() == expected
 
 
 @pytest.fixture
@@ -126,6 +101,27 @@ def test_turns_are_shown_with_losses_first_and_counted_in_the_index(folder):
     assert "| M: host time of patch, modules | 0.500 to 1.500 × eager's; slower at 1 of 2 |" in (
         row[: row.index(" [b]")] for row in rows if "[b]" in row
     )
+
+
+def test_steps_are_told_with_those_that_are_slower_first(folder):
+    path = folder("<!-- steps: b.jsonl -->")
+    pairs = {"Fast": [10.0, 8.0], "Slow": [10.0, 20.0], "Even": [10.0, 9.0]}
+    lines = [
+        Pair(
+            label,
+            "compile",
+            "ours",
+            1,
+            6,
+            pairs_us=[times, *[[10.0, 10.01]] * (label == "Even")] * 6,
+        )
+        for label, times in pairs.items()
+    ]
+    path.with_name("b.jsonl").write_text("\n".join(map(to_json, [RUN, *lines])))
+    assert (
+        "- `ours` beside `compile`: slower in 1 of 3 steps: Slow -50.00% (-50.00 to -50.00%);"
+        " +5.51 to +25.00% tokens/s in the other 2; the interval begins at or below 0 in 2.\n"
+    ) in documents.rewritten(path)
 
 
 def test_plot_is_drawn_again_when_its_record_has_changed(folder):

@@ -128,7 +128,7 @@ def test_losses_are_first_and_each_path_has_a_base_of_its_own():
 
 def test_path_is_what_the_native_module_says(monkeypatch):
     assert provenance.host_path() == "python"
-    native = ModuleType("tilenorm.ops.native")
+    native = ModuleType("tilenorm.ops.passes.native")
     native.describe = lambda: "C++, driver's launches"
     monkeypatch.setitem(sys.modules, native.__name__, native)
     assert provenance.host_path() == "C++, driver's launches"

@@ -1,4 +1,4 @@
-"""The functions on DTensors: each row of the table in ops/sharding.py, cut rows, and the rest."""
+"""The functions on DTensors: each row of the table of sharding.py, cut rows, and the rest."""
 
 from itertools import combinations_with_replacement, cycle
 from math import prod

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from tilenorm.ops import native
-from tilenorm.ops.native import build
+from tilenorm.ops.passes import native
+from tilenorm.ops.passes.native import build
 
 from ..ops.pretended import pretended_gpu
 from ..ops.served import entered

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, _op_schema
 
-from tilenorm.ops.torch_private import keep_every_argument
+from tilenorm.ops.pytorch.torch_private import keep_every_argument
 
 from .world import slow_but_first
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilenorm.ops.decompositions import KINDS
-from tilenorm.ops.sharding import strategies
+from tilenorm.ops.torch_ops.decompositions import KINDS
+from tilenorm.ops.torch_ops.sharding import strategies
 from tilenorm.table import BACKWARD, NOT_OF_ROWS, OPS
 
 from ..ops.helpers import MASKED, RMS, Form, call, gradients_like, op_arguments, step
@@ -61,26 +61,26 @@ def groups_of(draw: random.Random, leading: list[int]) -> list[int]:
 
 
 def drawn_rows(draw: random.Random) -> tuple[dict, tuple[int, ...]]:
-    """The shapes by how tensors lie, `next_affine` those of a second norm; and a row's shape."""
+    """The shapes by ports' dimensions, with `next_` those of a second norm; and a row's shape."""
     row, leading = draw.choice(ROWS), sizes_of(draw, 3)
-    shapes = dict.fromkeys(("rows", "mask"), (*leading, *row)) | {"vector": row}
-    for name in ("affine", "next_affine"):
+    shapes = {"... n": (*leading, *row), "n": row}
+    for name in ("[h] n", "next_[h] n"):
         shapes[name] = (leading[-1], *row) if draw.random() < 0.5 else row
-    return shapes | {"group": (*groups_of(draw, leading), *row)}, row
+    return shapes | {"g n": (*groups_of(draw, leading), *row)}, row
 
 
 def drawn_heads(draw: random.Random) -> tuple[dict, tuple[int, ...], dict]:
-    """The same where heads are rotated, `key_affine` those of the key's weight; and the options."""
+    """The same where heads are rotated, `key_n` that of the key's weight; and the options."""
     tokens, heads, keys = sizes_of(draw, 2), draw.choice(SIZES), draw.choice(SIZES)
     together = draw.random() < 0.4
     keys = 1 if together and heads == 1 else keys
     row = (heads, HEAD) if together else (HEAD,)
-    shapes = {"rows": (*tokens, heads, HEAD), "affine": row, "key": (*tokens, keys, HEAD)}
-    shapes["key_affine"] = (keys, HEAD) if together else row
+    shapes = {"... n": (*tokens, heads, HEAD), "n": row, "t k d": (*tokens, keys, HEAD)}
+    shapes["key_n"] = (keys, HEAD) if together else row
     broadcast = [draw.choice((1, n)) for n in tokens[draw.randint(0, len(tokens) - 1) :]]
-    shapes |= {"table": (*broadcast, HEAD), "tokens": None}
+    shapes |= {"t? r": (*broadcast, HEAD), "t?": None}
     if draw.random() < 0.4:
-        shapes |= {"table": (9, HEAD), "tokens": tuple(broadcast)}
+        shapes |= {"t? r": (9, HEAD), "t?": tuple(broadcast)}
     return shapes, row, {"output_heads_first": len(tokens) == 2 and draw.random() < 0.5}
 
 
@@ -101,8 +101,8 @@ def drawn(draw: random.Random) -> Drawn:
     tensors = {}
     for seed, port in enumerate(op.takes):
         prefix = port.name.split("_")[0]
-        shape = shapes.get(f"{prefix}_{port.lies}", shapes.get(port.lies))
-        if port.lies == "tokens":  # the tables' shape says whether there are positions
+        shape = shapes.get(f"{prefix}_{port.dims}", shapes.get(port.dims))
+        if port.dims == "t?":  # the tables' shape says whether there are positions
             if shape is not None:
                 tensors[port.name] = numbers(*shape, dtype=D, seed=seed).abs().long()
         elif port.name not in absent and shape is not None:

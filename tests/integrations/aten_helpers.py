@@ -7,8 +7,8 @@ import torch
 
 from tilenorm.integrations import aten
 from tilenorm.launch.target import Target
-from tilenorm.ops.bound import BoundNorm
-from tilenorm.ops.registry import Device, cutile_implementation
+from tilenorm.ops.passes.bound import BoundNorm
+from tilenorm.ops.passes.registry import Device, cutile_implementation
 
 from ..executors import Interpreter
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
-from tilenorm.ops import reference
+from tilenorm.ops.passes import reference
 
 
 @contextmanager

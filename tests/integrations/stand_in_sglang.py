@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from enum import Enum
 from functools import wraps
 from types import ModuleType
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -26,8 +27,8 @@ def modules() -> dict[str, ModuleType]:
     """The modules by name, as sys.modules has them."""
 
     class HookRegistry:
-        hooks = defaultdict(list)
-        failed = []
+        hooks: ClassVar[dict] = defaultdict(list)
+        failed: ClassVar[list] = []
 
         @classmethod
         def register(cls, target, hook, kind):

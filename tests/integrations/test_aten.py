@@ -17,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 import tilenorm
 from tilenorm.integrations import aten
 from tilenorm.launch.target import Target
-from tilenorm.ops import registry, torch_private
-from tilenorm.ops.registry import Device
-from tilenorm.ops.torch_private import native_router, rms_norm_of_torch
+from tilenorm.ops.passes import registry
+from tilenorm.ops.passes.registry import Device
+from tilenorm.ops.pytorch import torch_private
+from tilenorm.ops.pytorch.torch_private import native_router, rms_norm_of_torch
 
 from ..ops.helpers import random
 from .aten_helpers import CpuOverride, cpu_override, registered

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import tilenorm
 from tilenorm.integrations import aten
-from tilenorm.ops import cutile
+from tilenorm.ops.passes import cutile
 
 from ..ops.cuda_helpers import capture
 from ..ops.helpers import NEEDS_GPU, name_of, random

@@ -10,7 +10,7 @@ from tilenorm.integrations import joint
 from tilenorm.integrations.compile import OPTION
 from tilenorm.integrations.fx import Folds
 from tilenorm.integrations.joint import FoldPass
-from tilenorm.ops import torch_private
+from tilenorm.ops.pytorch import torch_private
 
 from ..ops.helpers import EPS, SLOW, random
 from .graphs import NORM_BACKWARD, NORMS, HuggingFaceNorm, argument

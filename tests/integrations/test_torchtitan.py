@@ -63,7 +63,9 @@ def overrides(monkeypatch):
         shared = {f.name for f in fields(source)} & {f.name for f in fields(target)}
         return target(**{name: getattr(source, name) for name in shared} | changes)
 
-    contents = {name: {} for name in ("torchtitan", "torchtitan.models", "torchtitan.models.common")}
+    contents = {
+        name: {} for name in ("torchtitan", "torchtitan.models", "torchtitan.models.common")
+    }
     contents["torchtitan.config"] = {"derive": derive, "override": override}
     norms = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
     contents["torchtitan.models.common.nn_modules"] = norms

@@ -187,7 +187,7 @@ def test_what_is_left_runs_vllms_code_once(vllm):
         for method in ("forward_cuda", "forward_native"):
             RAN.clear()
             getattr(norms[name], method)(x)
-            assert RAN == {(key, "native"): 1}
+            assert {(key, "native"): 1} == RAN
     RAN.clear()
     norms["served"](x.double())  # no kernel takes it
     assert RAN == {("RMSNorm", "native"): 1}
@@ -313,11 +313,11 @@ def test_a_plugin_that_fails_stops_vllm(vllm, monkeypatch):
         pass
 
     vllm.registry["RMSNorm"] = Other
-    with pytest.raises(RuntimeError, match="plugin of vLLM failed; .*another plugin replaces"):
+    with pytest.raises(RuntimeError, match=r"plugin of vLLM failed; .*another plugin replaces"):
         plugin.register()
     del vllm.registry["RMSNorm"], vllm.layers.GemmaRMSNorm
     plugin.layers.cache_clear()
-    with pytest.raises(RuntimeError, match="plugin of vLLM failed; .*GemmaRMSNorm"):
+    with pytest.raises(RuntimeError, match=r"plugin of vLLM failed; .*GemmaRMSNorm"):
         plugin.register()
     monkeypatch.setenv("TILENORM_ROUNDING", "down")
     with pytest.raises(ValueError, match="TILENORM_ROUNDING takes late or early, got 'down'"):

@@ -95,7 +95,9 @@ class Inputs:
     def saved(self, spec: NormSpec) -> tuple[Tensor, ...]:
         """What a backward pass reads of the forward pass, with the true rstd."""
         found = {name: truth.value.float() for name, truth in truths(spec, self).items()}
-        return tuple(found[r] if r.endswith("rstd") else getattr(self, r) for r in spec.kept)
+        return tuple(
+            found[r] if r.endswith("rstd") else getattr(self, r) for r in spec.kernel_reads
+        )
 
     def turns(self, spec: NormSpec) -> tuple[Tensor, ...]:
         """cos and sin of the first elements, and of the second, (batch, tokens, 1, dim / 2)."""

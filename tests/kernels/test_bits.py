@@ -116,7 +116,7 @@ def test_fetch_with_any_weight_dtype(executor, dtype, weight):
 
 
 @pytest.mark.parametrize("more", TOGETHER, ids=str)
-@pytest.mark.parametrize("hidden", [5120, *slow(40000)])
+@pytest.mark.parametrize("hidden", [7168, *slow(40000)])
 def test_together(hidden, more):
     executor = Interpreter("sm_90")
     for norm in ("rms", "layer"):

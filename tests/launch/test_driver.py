@@ -222,7 +222,7 @@ from tests.launch.test_driver import SPECS, numbered
 from tilenorm.launch import driver, kernel
 from tilenorm.launch.calls import Launch, every_gradient
 from tilenorm.launch.target import Target
-from tilenorm.ops.native import build
+from tilenorm.ops.passes.native import build
 extension = build.load(pathlib.Path("EXTENSION")) if "EXTENSION" else None
 if extension:
     import ctypes, torch

@@ -7,13 +7,15 @@ import pytest
 from tests import cases
 from tests.executors import arguments_of, backward_calls, forward_calls
 from tilenorm.kernels.forward import row_forward
+from tilenorm.launch import user_table
 from tilenorm.launch.calls import MAX_GRID, MAX_SIDE, Needs, constants_of, every_gradient
-from tilenorm.launch.config import Hints
+from tilenorm.launch.config import Hints, RowForward
 from tilenorm.launch.kernel import hinted
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.launch.tiling import CLEAR_SLOTS
-from tilenorm.ops.registry import MAX_ROWS
+from tilenorm.launch.user_table import Key
+from tilenorm.ops.passes.registry import MAX_ROWS
 from tilenorm.spec import NormSpec
 
 H200 = Target.of("sm_90")
@@ -142,12 +144,17 @@ def test_launches_cover_every_row_once(rows, hidden):
     assert rows <= reached * config.rows < rows + config.rows
 
 
-def test_kernels_whose_order_depends_on_registers_always_write_rstd():
-    """Some compiled kernels that differ only in writing rstd add in another order."""
-    kinds = set()
-    for spec in SPECS:
+def test_kernels_whose_order_depends_on_registers_always_write_rstd(monkeypatch):
+    """Some compiled kernels that differ only in writing rstd add in another order. A user's table
+    alone bounds the registers of kernels whose order is the compiler's.
+    """
+    for hidden, hints in ((4096, Hints(8)), (1001, Hints(8)), (1001, Hints())):
+        spec = NormSpec("rms", hidden, "bfloat16", "bfloat16")
+        configs = {Key.of(spec, "forward", "rms_norm"): RowForward(1, hints)}
+        monkeypatch.setattr(user_table, "configs", lambda arch, found=configs: found)
+        plan_forward.cache_clear()
         plans = [plan_forward(spec, H200, save) for save in (False, True)]
-        bounded = plans[0].config.hints.occupancy is not None
-        kinds.add((bounded, plans[0].ordered))
-        assert [plan.save for plan in plans] == [bounded and not plans[0].ordered, True]
-    assert len(kinds) == 4
+        free = not plans[0].order.prescribes
+        assert free == (hidden == 1001)
+        assert [plan.save for plan in plans] == [free and hints == Hints(8), True]
+    plan_forward.cache_clear()

@@ -8,8 +8,8 @@ import tilenorm
 from tests.stand_in_compiler import compiling_gpu
 from tests.stand_in_cxx import Cxx
 from tilenorm.launch import plan, toolchain
-from tilenorm.ops import cutile, native, reference, registry
-from tilenorm.ops.native import build
+from tilenorm.ops.passes import cutile, native, reference, registry
+from tilenorm.ops.passes.native import build
 from tilenorm.tools import fingerprint, info, precompile
 from tilenorm.tools.cubin import Resources
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tilenorm.launch.target import Target
-from tilenorm.ops.registry import device_of
+from tilenorm.ops.passes.registry import device_of
 
 from .helpers import FAMILY, Form, call, step
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import tilenorm
 from tests import oracle
 from tests.tolerance import assert_close
-from tilenorm.ops import generated
+from tilenorm.ops.torch_ops import inductor
 from tilenorm.spec import NormSpec
 from tilenorm.table import NORMS, OPS, OPTIONS
 
@@ -144,17 +144,16 @@ def tensors_of_op(op: str, dtype=torch.float32, lead=(2, 6), n=8) -> dict[str, T
     elements, or before the heads of a token, which are four, and two of a key.
     """
     batch, tokens = lead
-    sizes = {"rows": (*lead, *[4] * OPS[op].rotated, n), "key": (*lead, 2, n), "table": (tokens, n)}
-    sizes |= {"group": (batch, tokens // 2, n), "affine": (n,), "vector": (n,)}
-    found = {}
+    sizes = {"... n": (*lead, *[4] * OPS[op].rotated, n), "t k d": (*lead, 2, n)}
+    sizes |= {"t? r": (tokens, n), "g n": (batch, tokens // 2, n), "[h] n": (n,), "n": (n,)}
+    tensors = {}
     for seed, port in enumerate(OPS[op].takes):
-        if port.lies == "tokens":
-            found[port.name] = torch.arange(tokens)
-        elif port.lies == "mask":
-            found[port.name] = random(*sizes["rows"], seed=seed) > -1
-        elif port.lies in sizes:
-            found[port.name] = random(*sizes[port.lies], dtype=dtype, seed=seed)
-    return found
+        if port.dims == "t?":
+            tensors[port.name] = torch.arange(tokens)
+        elif port.dims in sizes:
+            t = random(*sizes[port.dims], dtype=dtype, seed=seed)
+            tensors[port.name] = t > -1 if port.like == "bool" else t
+    return tensors
 
 
 def rows_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -358,6 +357,6 @@ def made_by_inductor(op: str, *arguments, **by_name) -> Callable:
     given = {a.name: a.default_value for a in schema}
     given |= dict(zip(given, arguments, strict=False)) | by_name
     tensors = [a.name for a in schema if "Tensor" in str(a.type)]
-    taken = generated.tensors_of(op, [name for name in tensors if given[name] is not None])
+    taken = inductor.tensors_of(op, [name for name in tensors if given[name] is not None])
     options = {name: value for name, value in given.items() if name not in tensors}
-    return partial(generated.bind(op, taken, **options), *[given[name] for name in taken])
+    return partial(inductor.bind(op, taken, **options), *[given[name] for name in taken])

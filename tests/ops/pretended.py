@@ -12,7 +12,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from tilenorm.ops import bound, call, cutile, native, registry, torch_private
+from tilenorm.ops import call
+from tilenorm.ops.passes import bound, cutile, native, registry
+from tilenorm.ops.pytorch import torch_private
 
 from ..cases import target
 from ..executors import Interpreter

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-SOURCE = Path(__file__).parents[2] / "tilenorm" / "ops" / "torch_private.py"
+SOURCE = Path(__file__).parents[2] / "tilenorm" / "ops" / "pytorch" / "torch_private.py"
 
 
 def _variables() -> dict[str, tuple[str, ...]]:
@@ -53,7 +53,7 @@ def stand_ins(given: dict[str, Callable[[], object]]) -> Iterator[None]:
 
 def loaded(given: dict[str, Callable[[], object]]) -> types.ModuleType:
     """A second torch_private, with stand-ins."""
-    spec = importlib.util.spec_from_file_location("tilenorm.ops.torch_private", SOURCE)
+    spec = importlib.util.spec_from_file_location("tilenorm.ops.pytorch.torch_private", SOURCE)
     module = importlib.util.module_from_spec(spec)
     with stand_ins(given):
         spec.loader.exec_module(module)

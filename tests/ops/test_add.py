@@ -14,7 +14,7 @@ from tests import layouts
 from tilenorm.launch import kernel
 from tilenorm.launch.plan import chain_refused
 from tilenorm.launch.target import Target
-from tilenorm.ops import cutile
+from tilenorm.ops.passes import cutile
 from tilenorm.spec import NormSpec
 
 from .helpers import (

@@ -12,8 +12,8 @@ import torch
 
 import tilenorm
 from tilenorm.launch import plan
-from tilenorm.ops import bound, cutile, reference, registry
 from tilenorm.ops import call as calls
+from tilenorm.ops.passes import bound, cutile, reference, registry
 from tilenorm.table import NORMS
 
 from .helpers import TORCH

@@ -23,7 +23,8 @@ from torch.utils.checkpoint import (
 )
 
 import tilenorm
-from tilenorm.ops import autograd, library, torch_private
+from tilenorm.ops.pytorch import torch_private
+from tilenorm.ops.torch_ops import autograd, library
 
 from .helpers import (
     ADD,

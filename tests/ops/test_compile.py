@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
 import tilenorm
-from tilenorm.ops import generated
+from tilenorm.ops.torch_ops import inductor
 from tilenorm.table import OPS, QUANTIZED_NORMS
 
 from ..quantized import bits
@@ -169,7 +169,7 @@ def test_code_that_another_version_has_generated_is_not_found(tmp_path, monkeypa
     x, found = random(3, 16), []
     with torch.compiler.config.patch(cache_key_tag="a user's"):
         for generation in ("one", "one", "another"):
-            monkeypatch.setattr(generated, "_generation", lambda tag=generation: f" {tag}")
+            monkeypatch.setattr(inductor, "_generation", lambda tag=generation: f" {tag}")
             torch._dynamo.reset()
             counters.clear()
             run = torch.compile(lambda x: tilenorm.rms_norm(x, (16,)) + 1, fullgraph=True)

@@ -18,7 +18,7 @@ from tests.oracle import Truth
 from tests.tolerance import assert_close
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.plan import plan_backward, plan_forward
-from tilenorm.ops.quantize import quantize
+from tilenorm.ops.passes.quantize import quantize
 from tilenorm.spec import NormSpec, Quantization
 
 from . import test_add
@@ -131,6 +131,7 @@ def check_against_float64(form, rows, n):
         assert_close(name, got[name], Truth(value, scale), total)
 
 
+@pytest.mark.gpu_memory(48)
 @pytest.mark.parametrize("name", ["rms_norm", "add_layer_norm", "gated_rms_norm"])
 @pytest.mark.parametrize("n", [1024, 65536])
 def test_more_than_two_to_the_31_elements(n, name):

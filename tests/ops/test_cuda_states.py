@@ -18,7 +18,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tilenorm
-from tilenorm.ops import call, cutile, library, native, torch_private
+from tilenorm.ops import call
+from tilenorm.ops.passes import cutile, native
+from tilenorm.ops.pytorch import torch_private
+from tilenorm.ops.torch_ops import library
 from tilenorm.table import OPS
 
 from ..oracle import Truth

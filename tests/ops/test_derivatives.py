@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import tilenorm
-from tilenorm.ops import registry
+from tilenorm.ops.passes import registry
 
 from .helpers import (
     CALLS,

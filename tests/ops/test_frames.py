@@ -13,8 +13,8 @@ import torch
 
 import tilenorm
 from tilenorm.launch import driver
-from tilenorm.ops import cutile
-from tilenorm.ops.torch_private import fused_rms_norm
+from tilenorm.ops.passes import cutile
+from tilenorm.ops.pytorch.torch_private import fused_rms_norm
 from tilenorm.table import OPS
 
 from .pretended import pretended_gpu

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import tilenorm
 from tilenorm.launch.calls import bound
-from tilenorm.ops import cutile
-from tilenorm.ops.layout import parameter_of, rows_of, vector_of
+from tilenorm.ops.passes import cutile
+from tilenorm.ops.passes.reading import parameter_of, rows_of, vector_of
 from tilenorm.spec import NormSpec
 
 from .helpers import random

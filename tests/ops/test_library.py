@@ -164,7 +164,7 @@ def test_second_derivatives_and_transforms(name):
 
     assert torch.autograd.gradcheck(function, inputs)
     assert torch.autograd.gradgradcheck(function, inputs)
-    dims = tuple(None if port.lies == "affine" else 0 for port in ports)
+    dims = tuple(None if port.parameter else 0 for port in ports)
     compare(torch.func.vmap(function, dims)(*inputs), function(*inputs), 1e-12)
     tangents = tuple(torch.ones_like(t) for t in inputs)
     _, found = torch.func.jvp(function, tuple(inputs), tangents)

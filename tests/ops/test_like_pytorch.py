@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 
 import tilenorm
-from tilenorm.ops import reference
+from tilenorm.ops.passes import reference
 from tilenorm.spec import NormSpec
 
 from .helpers import (

@@ -21,8 +21,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import tilenorm
-from tilenorm.ops import cutile
 from tilenorm.ops.call import MOST_CALLS
+from tilenorm.ops.passes import cutile
 
 from .helpers import (
     CALLS,

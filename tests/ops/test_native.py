@@ -14,7 +14,7 @@ from torch import nn
 
 import tilenorm
 from tests.quantized import bits
-from tilenorm.ops import cutile, native
+from tilenorm.ops.passes import cutile, native
 from tilenorm.table import OPS
 
 from .helpers import FAMILY, made_by_inductor, random, same, step, tensors_of

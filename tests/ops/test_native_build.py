@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from tilenorm.__main__ import main
-from tilenorm.ops.native import build, check
-from tilenorm.ops.native.build import BuildError
+from tilenorm.ops.passes.native import build, check
+from tilenorm.ops.passes.native.build import BuildError
 
 from ..stand_in_cxx import FAILS, GOOD, built, failing
 from .helpers import slow

@@ -12,8 +12,8 @@ import torch
 import tilenorm
 from tilenorm.launch import driver
 from tilenorm.launch.driver import Argument, Prepared
-from tilenorm.ops import cutile, native
-from tilenorm.ops.native import build
+from tilenorm.ops.passes import cutile, native
+from tilenorm.ops.passes.native import build
 
 from .pretended import pretended_gpu
 

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 import tilenorm
-from tilenorm.ops import bound, call, native, torch_private
-from tilenorm.ops.native import build
+from tilenorm.ops import call
+from tilenorm.ops.passes import bound, native
+from tilenorm.ops.passes.native import build
+from tilenorm.ops.pytorch import torch_private
 from tilenorm.tools import info
 
 from ..stand_in_cxx import FAILS, failing

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tilenorm
-from tilenorm.ops import native
+from tilenorm.ops.passes import native
 
 from .helpers import random
 from .served import THREE, WARM, N, entered, is_served, layer, leaves, warmed

@@ -20,7 +20,7 @@ from torch.fx import symbolic_trace
 from torch.overrides import TorchFunctionMode
 
 import tilenorm
-from tilenorm.ops.direct import is_plain
+from tilenorm.ops.pytorch.plain import is_plain
 from tilenorm.table import OPS, QUANTIZED_NORMS
 
 from .helpers import (

@@ -17,12 +17,12 @@ from tests import layouts
 from tests.executors import Inputs, Interpreter
 from tests.guarded import guarded
 from tests.quantized import HOWS, arguments, bits, check, label, swizzled
-from tilenorm.launch import plan
+from tilenorm.launch import forced
 from tilenorm.launch.config import Hints, SharedForward
-from tilenorm.launch.plan import ForwardPlan
+from tilenorm.launch.plan import ForwardPlan, plan_forward
 from tilenorm.launch.target import Target
-from tilenorm.ops import cutile
-from tilenorm.ops.quantize import QuantizedNorm, quantize
+from tilenorm.ops.passes import cutile
+from tilenorm.ops.passes.quantize import QuantizedNorm, quantize
 from tilenorm.spec import NormSpec, Quantization
 from tilenorm.table import OPS, QUANTIZED_NORMS
 from tilenorm.tools.explain import explain_spec, planned_device
@@ -150,12 +150,13 @@ def test_blocks_that_share_a_row(how, exchange):
     for norm, save in (("rms", True), ("layer", False)):
         spec = NormSpec(norm, 640, "bfloat16", "bfloat16", "bfloat16", residual="bfloat16")
         inputs = Inputs.random(spec, 2, "cpu")
-        plan = ForwardPlan(spec, executor.target, config, save)
+        with forced(config):
+            plan = plan_forward(spec, executor.target, save)
         y = cutile.bind_forward(plan, run)(inputs.tensors(spec), EPS)[0]
         asked = replace(spec, quantized=how)
         bound = cutile.bind_forward(replace(plan, spec=asked), run)
         found = bound(replace(inputs, scale=given).tensors(asked), EPS)
-        check(how, QuantizedNorm.of(found, given, None), y, 640, given)
+        check(how, QuantizedNorm.of(asked.op, found, given), y, 640, given)
 
 
 @EACH_QUANTIZED
@@ -225,13 +226,13 @@ def test_a_cast_follows_the_plain_norm(arch, op, hidden, reason):
     assert [step.kernel for step in found.forward] == ["row_forward"]
 
 
-def test_segments_that_cut_groups(monkeypatch):
+def test_segments_that_cut_groups():
     config, target = SharedForward(Hints(), (64,)), Target.of("sm_90")
-    monkeypatch.setattr(plan.heuristics, "chosen", lambda *_: config)
     spec = NormSpec("rms", 256, "bfloat16", quantized=HOWS[2])
     apart = ForwardPlan(spec, target, config, True)
     assert "cuts groups of 128 elements" in apart.casts_apart
-    assert plan.plan_forward.__wrapped__(spec, target, True).spec == spec.unquantized
+    with forced(config):
+        assert plan_forward(spec, target, True).spec == spec.unquantized
     assert replace(apart, spec=replace(spec, quantized=HOWS[5])).casts_apart is None
 
 

@@ -13,8 +13,8 @@ import tilenorm
 from tests import stand_in_driver
 from tilenorm.launch import toolchain
 from tilenorm.launch.target import MULTIPROCESSORS, Target
-from tilenorm.ops import reference, registry
-from tilenorm.ops.registry import MAX_HIDDEN, MAX_ROWS, Device, refusals, select
+from tilenorm.ops.passes import reference, registry
+from tilenorm.ops.passes.registry import MAX_HIDDEN, MAX_ROWS, Device, refusals, select
 from tilenorm.spec import NormSpec, Rotation
 from tilenorm.table import NORMS
 

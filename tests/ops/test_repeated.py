@@ -14,8 +14,9 @@ from torch.autograd import forward_ad
 import tilenorm
 from tests.quantized import bits
 from tilenorm.ops import call as calls
-from tilenorm.ops import cutile, passes, torch_private
 from tilenorm.ops.call import MOST_GUARDS, remembered
+from tilenorm.ops.passes import base, cutile
+from tilenorm.ops.pytorch import torch_private
 from tilenorm.table import NORMS, OPS
 
 from .helpers import LAYER, RMS, call, random, same, step, tensors_of
@@ -191,7 +192,7 @@ def test_other_functions_have_the_same_bits(op, device, made):
     """What lies by group is read in place from a chunk, and copied from every second element."""
     right = right_of(op)
     given = {n: t.to(device) if isinstance(t, torch.Tensor) else t for n, t in right.items()}
-    by_group = [port.name for port in OPS[op].takes if port.lies == "group"]
+    by_group = [port.name for port in OPS[op].takes if port.dims == "g n"]
     chunks = {name: torch.cat([given[name]] * 2, -1)[..., :8] for name in by_group}
     uneven = {name: given[name].repeat_interleave(2, -1)[..., ::2] for name in by_group}
     for changes in (chunks, uneven):
@@ -246,7 +247,7 @@ def test_another_shape_or_eps_is_another_call(device, made):
 
 
 def test_a_few_calls_are_kept(device, made, monkeypatch):
-    monkeypatch.setattr(passes, "MOST_CALLS", 3)
+    monkeypatch.setattr(base, "MOST_CALLS", 3)
     x = random(4, N, device=device)
     for i in range(3 * 5):
         tilenorm.rms_norm(x, (N,), eps=1e-6 * (1 + i % 5))

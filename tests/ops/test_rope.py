@@ -8,7 +8,9 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 import tilenorm
 from tests import layouts
-from tilenorm.ops import cutile, shapes
+from tilenorm.launch.plan import plan_forward
+from tilenorm.launch.target import Target
+from tilenorm.ops.passes import cutile
 from tilenorm.spec import NormSpec, Rotation
 from tilenorm.tools.explain import explain_spec, planned_device
 
@@ -215,6 +217,9 @@ def test_explained(capsys):
 def test_several_sequences_of_more_elements_than_strides_hold():
     spec = NormSpec("rms", 64, "bfloat16", rotation=Rotation(64, 64))
     x = torch.empty(2, 1 << 25, 1, 64, dtype=torch.bfloat16, device="meta")
-    shapes._read_of(spec, 0, "rows", x[:1], (1, 1 << 25))
+    cos = torch.empty(1 << 25, 64, device="meta")
+    plan = plan_forward(spec, Target.of("sm_90"), False)
+    of_shapes = cutile.bind_forward(plan)._layouts
+    of_shapes.of((x[:1], cos, cos, None, None, None, None))
     with pytest.raises(NotImplementedError, match="less than 2147483648 elements"):
-        shapes._read_of(spec, 0, "rows", x, (2, 1 << 25))
+        of_shapes.of((x, cos, cos, None, None, None, None))

@@ -18,9 +18,9 @@ from tests.guarded import guarded
 from tests.tolerance import assert_close
 from tilenorm.launch.calls import needs_of
 from tilenorm.launch.plan import BackwardPlan, plan_backward
-from tilenorm.ops.backward import NormBackward
+from tilenorm.ops.torch_ops.internal_ops import NormBackward
 from tilenorm.spec import MAX_TERMS, SHARED_FROM, NormSpec
-from tilenorm.table import FACTORS, OPS
+from tilenorm.table import BRANCH_PORTS, OPS
 from tilenorm.table import NORMS as NAMES
 
 from .helpers import NEEDS_GPU, by_inductor, op_call, random
@@ -68,7 +68,10 @@ class Call(NamedTuple):
         x = made["residual_out"] if added else p.x
         incoming = random(*x.shape, dtype=x.dtype, seed=seed + 99, device=device) if dsum else None
         some = [random(*y.shape, dtype=y.dtype, seed=seed + i, device=device) for i in range(terms)]
-        given = {name: getattr(p, name) for name in ("gate", "weight", "bias", *FACTORS)}
+        given = {
+            name: getattr(p, name)
+            for name in ("gate", "weight", "bias", *(port.role for port in BRANCH_PORTS))
+        }
         given |= {"input": x, "mean": made.get("mean"), "rstd": made["rstd"], "grad_sum": incoming}
         given |= {"eps": p.eps, "added": added, "output_mask": [*mask], **spec.options._asdict()}
         given |= zip(TERMS, some, strict=False)

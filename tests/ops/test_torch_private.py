@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from tilenorm.ops import torch_checks, torch_private
+from tilenorm.ops.pytorch import torch_checks, torch_private
 
 from .private_names import NAMES, VARIABLES, absent, loaded
 

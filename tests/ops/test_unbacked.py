@@ -97,8 +97,8 @@ def drawn(op: str, seed: int, by_data: str = BY_DATA) -> Case:
         if port and name not in tensors and op not in ROTATED_NORMS:
             if port.needed:
                 tensors[name] = x
-            elif port.lies in ("affine", "vector") and rng.random() < 0.7:
-                tensors[name] = "h n" if heads and port.lies == "affine" else "n"
+            elif port.parameter and rng.random() < 0.7:
+                tensors[name] = "h n" if heads and port.dims == "[h] n" else "n"
     if "weight" in tensors and "bias" in tensors:
         tensors["bias"] = tensors["weight"]
     sizes = [size for size in by_data if size in tensors["input"]]

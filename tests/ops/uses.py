@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import tilenorm
 from tilenorm.spec import Quantization
-from tilenorm.table import MODULATED_NORMS, OPS, ROTATED_NORMS
+from tilenorm.table import ADDEND, BRANCH_PORTS, MODULATED_NORMS, OPS, ROTATED_NORMS
 
 from ..quantized import arguments
 from .helpers import EPS, random
@@ -117,8 +117,9 @@ def _uses() -> dict[str, Use]:
     found, weight, both = {}, ("weight",), ("weight", "bias")
     one, two = ("input",), ("input", "residual")
     for name, op in OPS.items():
-        rows = [p.name for p in op.takes if p.lies in ("rows", "key") and p.name != "addend"]
-        parameters = [p.name for p in op.takes if p.lies in ("affine", "group")]
+        taken = [port for port in op.takes if port not in (ADDEND, *BRANCH_PORTS)]
+        rows = [port.name for port in taken if port.dims in ("... n", "t k d")]
+        parameters = [port.name for port in taken if port.parameter or port.dims == "g n"]
         make = partial(of_function, name, **(arguments(HOW) if op.quantized else {}))
         like = name.removesuffix("_quantized")
         found[name] = Use(tuple(rows), tuple(parameters), make, like)

@@ -14,15 +14,15 @@ from torch.fx import symbolic_trace
 
 import tilenorm
 from tilenorm.integrations.fx import replace_norms
+from tilenorm.row import Port
 from tilenorm.table import (
-    FACTORS,
+    BRANCH_PORTS,
     MODULATED_NORMS,
     NORMS,
     NOT_OF_ROWS,
     OPS,
     OPTIONS,
     QUANTIZED_NORMS,
-    Port,
 )
 
 from .helpers import arguments_of, tensors_of_op
@@ -186,24 +186,25 @@ def of_port(port: Port, right: torch.Tensor) -> Iterator[tuple[object, type[Exce
     yield [1.0], TypeError, r"takes a Tensor.*, got (list|\[float\])"
     if port.needed:
         yield None, TypeError, "takes a Tensor, got NoneType"
-    if port.lies in ("mask", "tokens"):
+    with_rows = port.dims == "... n" and port.like != "bool"
+    if port.like in ("bool", "int32 int64"):
         yield right.float(), NOT_SERVED, "takes (torch.bool|int32 or int64), got torch.float32"
         yield right[:-1], RuntimeError, "takes (the input's shape|what broadcasts)"
     else:
         yield right.int(), NOT_SERVED, "takes float16, .* got torch.int32"
         yield right + 0j, NOT_SERVED, "takes float16, .* got torch.complex64"
-        if port.lies != "table":
+        if port.dims != "t? r":
             yield right[..., :-1], RuntimeError, r"takes .*, got .*7\]"
-        if port.lies == "vector":
+        if port.dims == "n" and port.of == "input":
             yield ROWS, RuntimeError, "takes the shape of normalized_shape"
-    if port.lies == "rows":
+    if with_rows:
         yield right.to_sparse(), NOT_SERVED, "takes the layout .* got torch.sparse_coo"
         # PyTorch writes no guard for some layouts.
         yield right.to_mkldnn(), NOT_SERVED, "takes the layout"
         yield torch.quantize_per_tensor(right, 0.1, 0, torch.qint8), NOT_SERVED, "takes float16"
     if port.name != "input":
         yield right.to("meta"), RuntimeError, "takes the input's device cpu, got meta"
-        if port.lies == "rows":
+        if with_rows:
             yield right[:1], RuntimeError, r"takes the input's shape .*, got \[1,"
 
 
@@ -224,7 +225,11 @@ def of_option(name: str) -> Iterator[tuple[object, type[Exception], str]]:
 
 def right_of(op: str) -> dict[str, Any]:
     """Right arguments of a function, with all tensors that a call may have at once."""
-    tensors = {n: t for n, t in tensors_of_op(op).items() if n not in (*FACTORS, "addend")}
+    tensors = {
+        n: t
+        for n, t in tensors_of_op(op).items()
+        if n not in (*(port.name for port in BRANCH_PORTS), "addend")
+    }
     tensors.pop("positions", None)
     scaling = {"scaling": "row"} if OPS[op].quantized else {}
     return {**arguments_of(tensors), "normalized_shape": (8,), **scaling}

@@ -14,7 +14,7 @@ from contextlib import closing, nullcontext
 
 import torch
 
-from tilenorm.ops.registry import device_of
+from tilenorm.ops.passes.registry import device_of
 
 from ..cases import EXECUTORS
 from ..ops.pretended import pretended_gpu

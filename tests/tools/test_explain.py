@@ -7,7 +7,7 @@ import tilenorm
 from tests.ops.helpers import EACH_FORM, NEEDS_GPU, arguments_of, random, spec_of, tensors_of
 from tests.quantized import arguments
 from tilenorm.launch.target import MULTIPROCESSORS
-from tilenorm.ops import cutile, reference
+from tilenorm.ops.passes import cutile, reference
 from tilenorm.spec import NormSpec, Quantization
 from tilenorm.tools.explain import explain_spec, planned_device
 

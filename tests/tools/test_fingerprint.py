@@ -1,4 +1,4 @@
-"""fingerprint: equal in processes that compute the same bits, and another one where they may not."""
+"""fingerprint: equal where processes compute the same bits, and another one where they may not."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ import tilenorm
 from tests.launch.test_user_table import FORWARD, SPEC, entry
 from tilenorm.launch import toolchain, user_table
 from tilenorm.launch.target import Target
-from tilenorm.ops import registry
+from tilenorm.ops.passes import registry
 from tilenorm.tools import fingerprint as tool
 
 ROOT = Path(__file__).parents[2]

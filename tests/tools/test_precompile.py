@@ -2,7 +2,6 @@
 
 import os
 from contextlib import nullcontext
-from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -11,21 +10,18 @@ import pytest
 import torch
 
 from tests import cases, stand_in_driver
-from tests.executors import Inputs, arguments_of, backward_calls, forward_calls
+from tests.executors import backward_calls, forward_calls
 from tests.ops.helpers import EACH_FORM, call, slow, spec_of, tensors_of
 from tests.ops.pretended import pretended_gpu
-from tests.pieces import in_pieces
 from tests.quantized import HOWS
 from tilenorm.launch.calls import bound, every_gradient
 from tilenorm.launch.plan import plan_backward
 from tilenorm.launch.target import MULTIPROCESSORS, Target
-from tilenorm.ops import cutile
+from tilenorm.ops.passes import cutile
 from tilenorm.spec import NormSpec
 from tilenorm.tools import precompile
 from tilenorm.tools.precompile import (
     calls_of,
-    piece_calls,
-    piece_training_calls,
     signature,
     training_calls,
 )
@@ -79,9 +75,7 @@ def test_a_drawn_step_compiles_nothing_new(seed):
     spec = NormSpec(hidden=hidden, dtype=dtype, **rng.choice(cases.variants(dtype)))
     every, heads = every_gradient(spec), spec.heads or 1
     terms, output = rng.choice((((1,), False), ((1, 2, 3), True)))
-    ahead, ahead_of_pieces = keys(training_calls(spec, target, terms, output)), set()
-    if not spec.joins:
-        ahead_of_pieces = keys(piece_training_calls(spec, target))
+    ahead = keys(training_calls(spec, target, terms, output))
     for rows in (1, 2, 15, 16, 17, 32, 127, 1000, 4096, 5000, 65536, rng.randint(1, 70000)):
         rows, again = rows * heads, output and rng.choice((False, True))
         needs = every._replace(terms=rng.choice(terms), output=again and not spec.output_refused)
@@ -90,7 +84,6 @@ def test_a_drawn_step_compiles_nothing_new(seed):
         calls = backward_calls(spec, target, rows, needs)
         calls += [c for save in (False, True) for c in forward_calls(spec, target, rows, save)]
         assert keys(calls) <= ahead, (rows, needs)
-        assert spec.joins or keys(piece_calls(spec, target, rows)) <= ahead_of_pieces, rows
 
 
 @pytest.fixture
@@ -114,15 +107,6 @@ def test_an_op_launches_what_is_compiled_ahead(form, launched):
     assert launched and keys(launched) <= keys(ahead)
 
 
-@pytest.mark.parametrize("norm", ["rms", "layer"])
-def test_the_ops_of_pieces_launch_what_is_compiled_ahead(norm, launched):
-    spec = NormSpec(norm, 128, "bfloat16", "bfloat16", residual="float32")
-    whole = replace(spec, hidden=256)
-    in_pieces(whole, Inputs.random(whole, 5, "cpu"), (128, 128), copied=True)
-    ahead = piece_training_calls(spec, cases.target("sm_90"))
-    assert launched and keys(launched) <= keys(ahead)
-
-
 @pytest.mark.parametrize("how", HOWS, ids=str)
 def test_a_quantised_norm_compiles_nothing_new(how):
     """There is no training without an output that has a gradient."""
@@ -133,13 +117,6 @@ def test_a_quantised_norm_compiles_nothing_new(how):
     for save in (False, True) if how.output else (False,):
         for rows in (1, 2, 3, 8, 16, 100, 128, 130, 4097, 65536, 1 << 22):
             assert keys(forward_calls(spec, H200, rows, save)) <= keys(made), rows
-
-
-def test_columns_of_numbers_start_where_those_of_a_call_do():
-    spec = NormSpec("layer", 1000, "bfloat16", "bfloat16")
-    arrays = arguments_of(piece_calls(spec, H200, 1000)[0])
-    starts = [arrays[f"OWN_{name}"].data_ptr() for name in ("MEAN", "CORRECTION", "SQUARES")]
-    assert [start % 16 for start in starts] == [0, 4, 8]
 
 
 # Drawn arrays, and every other kind of argument. test_driver.py has the arguments of kernels.

@@ -15,6 +15,7 @@ from tilenorm.launch import heuristics, user_table
 from tilenorm.launch.calls import bound, every_gradient
 from tilenorm.launch.config import Backward, Hints, RowForward, SharedForward
 from tilenorm.launch.target import Target
+from tilenorm.launch.toolchain import CompileError
 from tilenorm.spec import NormSpec, Rotation
 from tilenorm.tools import tune as tuning
 from tilenorm.tools.candidates import Search, explicit
@@ -176,12 +177,16 @@ def test_first_samples_do_not_count(pretended, monkeypatch):
     assert len(sampled) > len(set(sampled))
 
 
+def does_not_compile(call, arch):
+    raise CompileError("this kernel")
+
+
 NOTHING = {
     "no candidate gives the reference's results": lambda patch: patch.setattr(
         tuning.Trials, "wrong", lambda self, plan: "it differs"
     ),
-    "rms_norm 256: does not compile: ": lambda patch: patch.setattr(
-        Search, "configs", [RowForward(widths=(100,))]
+    "rms_norm 256: does not compile: this kernel": lambda patch: patch.setattr(
+        tuning, "compile_call", does_not_compile
     ),
     "too short to time anything": lambda patch: None,
 }

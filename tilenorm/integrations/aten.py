@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.library import Library, get_kernel
 
 from ..ops.arguments import default_eps
-from ..ops.bound import BoundNorm
-from ..ops.gradients import needs_of
-from ..ops.layout import vector_of
-from ..ops.reference import name_of
-from ..ops.registry import MAX_ROWS, cutile_implementation, device_of, on_device_of
-from ..ops.torch_private import native_router
+from ..ops.passes.bound import BoundNorm
+from ..ops.passes.gradients import needs_of
+from ..ops.passes.reading import vector_of
+from ..ops.passes.reference import name_of
+from ..ops.passes.registry import MAX_ROWS, cutile_implementation, device_of, on_device_of
+from ..ops.pytorch.torch_private import native_router
 from ..spec import NormSpec
 
 OPERATORS = (
@@ -133,10 +133,11 @@ class Kernels:
             return None, None, None
         saved = {"x": x, "weight": weight, "bias": bias, "rstd": vector_of(rstd)}
         saved["mean"] = mean if mean is None else vector_of(mean)
-        kept = [saved[role] for role in spec.kept]
+        kept = [saved[role] for role in spec.kernel_reads]
         with on_device_of(x):
             grads = runner.backward(spec, needs)((dy, None, *kept), 0.0)  # rstd holds eps
-        return grads[0], *grads[3:]
+        by_role = dict(zip(spec.derived, grads, strict=True))
+        return tuple(by_role[role] for role in ("x", "weight", "bias"))
 
     def _serving(
         self, norm: str, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None

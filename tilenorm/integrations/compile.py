@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 from ..launch.tuned.compiled import SMALL
 from ..ops.arguments import check_argument
-from ..ops.torch_private import inductor_joint_config
+from ..ops.pytorch.torch_private import inductor_joint_config
 from .fx import Folds, Report
 from .fx.nodes import Left
 from .fx.norms import Gradient, Norm, hidden_of, known

@@ -1,5 +1,8 @@
-"""The arrays that the kernels take. An absent one is an empty tuple, which adds no parameter to the
-compiled kernel. What a kernel computes follows from the arrays that are given."""
+"""The arrays that the kernels take.
+
+An array that is absent is an empty tuple, which adds no parameter to the compiled kernel. What a
+kernel computes follows from the arrays that it gets.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,166 +17,115 @@ def given(X):
 
 @dataclass(frozen=True)
 class ForwardArrays:
-    """X, RESIDUAL, GATE, ADDEND, SKIP (rows, N) or (tokens, HEADS, N), and so DROPOUT_MASK, of
-    bytes; LAYER_SCALE (N,); W and B (N,) or (HEADS, N); Y, SUM (rows, N); MEAN, RSTD (rows,)
-    float32; SLOTS (rows, n) int32; Q (rows, N) of 8-bit floats; SCALE: every scale, in one
-    dimension, float32 or bytes; AMAX (1,) int32, at first 0; INNER_W and so on: W, B,
-    MEAN and RSTD of the inner norm; MOD_SCALE, MOD_SHIFT, MOD_GATE (groups, N), see modulation.py.
+    """The arrays of a forward pass. A row has N elements.
+
+    With heads, an array of rows is (tokens, HEADS, N), and a parameter is (HEADS, N).
     """
 
-    X: Any
-    Y: Any
-    W: Any
-    B: Any
-    RESIDUAL: Any
-    GATE: Any
-    SUM: Any
-    MEAN: Any
-    RSTD: Any
-    SLOTS: Any = ()
-    ADDEND: Any = ()
-    SKIP: Any = ()
-    DROPOUT_MASK: Any = ()
-    LAYER_SCALE: Any = ()
-    Q: Any = ()
-    SCALE: Any = ()
-    AMAX: Any = ()
-    INNER_W: Any = ()
+    X: Any  # (rows, N), with any strides
+    Y: Any  # (rows, N)
+    W: Any  # (N,)
+    B: Any  # (N,)
+    RESIDUAL: Any  # (rows, N), with any strides
+    GATE: Any  # (rows, N), with any strides
+    SUM: Any  # (rows, N), x + residual
+    MEAN: Any  # (rows,) float32
+    RSTD: Any  # (rows,) float32
+    SLOTS: Any = ()  # (rows, n) int32, see exchange.py
+    ADDEND: Any = ()  # (rows, N): is added to x before the residual
+    SKIP: Any = ()  # (rows, N): is added to the normalised row
+    DROPOUT_MASK: Any = ()  # (rows, N) bytes
+    LAYER_SCALE: Any = ()  # (N,)
+    Q: Any = ()  # (rows, N) of 8-bit floats
+    SCALE: Any = ()  # every scale in one dimension, float32 or bytes
+    AMAX: Any = ()  # (1,) int32, at first 0
+    INNER_W: Any = ()  # those of the inner norm: see Norm.INNER
     INNER_RSTD: Any = ()
     INNER_B: Any = ()
     INNER_MEAN: Any = ()
-    MOD_SCALE: Any = ()
-    MOD_SHIFT: Any = ()
-    MOD_GATE: Any = ()
-
-
-@dataclass(frozen=True)
-class SplitForwardArrays:
-    """Of split_forward.py. X, RESIDUAL, GATE (rows, N) or (tokens, HEADS, N); W and B (N,) or
-    (HEADS, N); SUM, Y (rows, N). All others are (rows,) float32, with any stride.
-
-    PART: what row_sums stores. OWN_*: the moments of the piece. WHOLE: the sum of all PARTs of a
-    row: the mean of squares, or, for LAYER, the mean. CORRECTION, SQUARE: what row_center stores,
-    and what row_apply reads of it once it is added up. MEAN, RSTD: what the backward pass reads.
-    """
-
-    X: Any
-    RESIDUAL: Any
-    GATE: Any
-    W: Any
-    B: Any
-    SUM: Any
-    Y: Any
-    PART: Any
-    OWN_MEAN: Any
-    OWN_CORRECTION: Any
-    OWN_SQUARES: Any
-    WHOLE: Any
-    CORRECTION: Any
-    SQUARE: Any
-    MEAN: Any
-    RSTD: Any
-
-    def of_norm(self):
-        """Those that the stages of a forward pass take."""
-        return ForwardArrays(
-            self.X, self.Y, self.W, self.B, self.RESIDUAL, self.GATE, self.SUM, self.MEAN, self.RSTD
-        )
+    MOD_SCALE: Any = ()  # (groups, N), see modulation.py
+    MOD_SHIFT: Any = ()  # (groups, N)
+    MOD_GATE: Any = ()  # (groups, N)
 
 
 @dataclass(frozen=True)
 class BackwardArrays:
-    """X, GATE, DSUM (rows, N) or (tokens, HEADS, N), and so DROPOUT_MASK, of bytes; DY a tuple of
-    such arrays, which add up to dy; LAYER_SCALE (N,); W and B (N,) or (HEADS, N); MEAN and RSTD
-    (rows,) float32; DX, DRESIDUAL, DGATE, Y (rows, N); SLOTS (rows, n) int32.
+    """The arrays of a backward pass. A row has N elements.
 
-    X is the sum where a residual was added. PARTIALS (outputs · blocks, N) float32: block b writes
-    its part of dW to row b, and its part of dB to a row behind all rows of dW. With HEADS, PARTIALS
-    is (outputs · n, HEADS · N), and a group of blocks, one for each part of the heads, writes one
-    row. DOT, TOTAL: of split_backward.py, (rows,) float32 with any stride, for the means of g · x̂
-    and, for LAYER, of g. Of group_backward.py: INPUT (rows, N), x before the gate by group;
-    MOD_SCALE and MOD_GATE (groups, N); DSCALE, DSHIFT, DMOD_GATE (groups, N), the gradients of what
-    is by group; GROUP_SUMS (sums · slots, N) float32.
+    With heads, an array of rows is (tokens, HEADS, N), and a parameter is (HEADS, N). PARTIALS is
+    then (outputs · n, HEADS · N): the blocks that have the heads in turn write one row together.
     """
 
-    X: Any
-    DY: Any
-    GATE: Any
-    DSUM: Any
-    W: Any
-    B: Any
-    MEAN: Any
-    RSTD: Any
-    DX: Any
-    DRESIDUAL: Any
-    DGATE: Any
-    Y: Any
+    X: Any  # (rows, N), with any strides; the sum where a residual was added
+    DY: Any  # a tuple of arrays (rows, N), which add up to dy
+    GATE: Any  # (rows, N)
+    DSUM: Any  # (rows, N): the gradient of the sum
+    W: Any  # (N,)
+    B: Any  # (N,)
+    MEAN: Any  # (rows,) float32
+    RSTD: Any  # (rows,) float32
+    DX: Any  # (rows, N)
+    DRESIDUAL: Any  # (rows, N)
+    DGATE: Any  # (rows, N)
+    Y: Any  # (rows, N): the output, written once more
+    # (outputs · blocks, N) float32. Block b writes its part of dW to row b, and its part of dB to a
+    # row behind all rows of dW.
     PARTIALS: Any
-    SLOTS: Any
-    DROPOUT_MASK: Any = ()
-    LAYER_SCALE: Any = ()
-    INPUT: Any = ()
-    MOD_SCALE: Any = ()
-    MOD_GATE: Any = ()
-    DSCALE: Any = ()
-    DSHIFT: Any = ()
-    DMOD_GATE: Any = ()
-    GROUP_SUMS: Any = ()
-    DOT: Any = ()
-    TOTAL: Any = ()
+    SLOTS: Any  # (rows, n) int32, see exchange.py
+    DROPOUT_MASK: Any = ()  # (rows, N) bytes
+    LAYER_SCALE: Any = ()  # (N,)
+    # The next seven are those of group_backward.py.
+    INPUT: Any = ()  # (rows, N): x before the gate by group
+    MOD_SCALE: Any = ()  # (groups, N)
+    MOD_GATE: Any = ()  # (groups, N)
+    DSCALE: Any = ()  # (groups, N)
+    DSHIFT: Any = ()  # (groups, N)
+    DMOD_GATE: Any = ()  # (groups, N)
+    GROUP_SUMS: Any = ()  # (sums · slots, N) float32
 
 
 @dataclass(frozen=True)
 class RopeForwardArrays:
-    """Of rope_forward.py. INPUT and KEY: HeadsIn as tuples; no key is ().
+    """The arrays of rope_forward.py, for B sequences of S tokens with H heads each."""
 
-    COS, SIN (B, S, R), with any strides, also 0; or (P, R) with POSITIONS (B, S) of integers, the
-    rows of the tokens.
-    """
-
-    INPUT: Any
-    KEY: Any
-    COS: Any
-    SIN: Any
-    POSITIONS: Any
+    INPUT: Any  # HeadsIn as a tuple
+    KEY: Any  # HeadsIn as a tuple; () without a key
+    COS: Any  # (B, S, R) with any strides, also 0; or (P, R) with POSITIONS
+    SIN: Any  # as COS
+    POSITIONS: Any  # (B, S) of integers: the row of COS and SIN of each token
 
 
 @dataclass(frozen=True)
 class HeadsIn:
-    """X and Y (B, S, H, D), with any strides and a last stride of 1: B sequences of S tokens, each
-    with H heads. W (D,) and RSTD (B, S, H) float32; where a norm spans all heads of a token, W
-    (H, D) and RSTD (B, S).
-    """
+    """The heads of a forward pass. A norm spans a head, or all heads of a token."""
 
-    X: Any
-    W: Any
-    Y: Any
-    RSTD: Any
+    X: Any  # (B, S, H, D), with any strides and a last stride of 1
+    W: Any  # (D,), or (H, D) where a norm spans all heads of a token
+    Y: Any  # as X
+    RSTD: Any  # (B, S, H) float32, or (B, S) where a norm spans all heads of a token
 
 
 @dataclass(frozen=True)
 class RopeBackwardArrays:
-    """Of rope_backward.py. INPUT and KEY: HeadsBack as tuples; () where no gradient is needed.
+    """The arrays of rope_backward.py."""
 
-    COS, SIN, POSITIONS: as in RopeForwardArrays. PARTIALS (sums · blocks, columns) float32: block b
-    writes its part of dW to row b, and that of the key's dW to a row behind all rows of dW. Columns
-    are those of W; where the key's W has fewer, those behind them hold nothing.
-    """
-
-    INPUT: Any
-    KEY: Any
-    COS: Any
+    INPUT: Any  # HeadsBack as a tuple; () where no gradient is needed
+    KEY: Any  # HeadsBack as a tuple; () where no gradient is needed
+    COS: Any  # these three as in RopeForwardArrays
     SIN: Any
     POSITIONS: Any
+    # (sums · blocks, columns) float32. Block b writes its part of dW to row b, and its part of the
+    # key's dW to a row behind all rows of dW. Columns are those of W. Where the key's W has fewer,
+    # the columns behind them hold nothing.
     PARTIALS: Any
 
 
 @dataclass(frozen=True)
 class HeadsBack:
-    """X, W and RSTD as in HeadsIn, and DY, DX like X."""
+    """The heads of a backward pass."""
 
-    X: Any
-    DY: Any
+    X: Any  # these as in HeadsIn
+    DY: Any  # as X
     W: Any
     RSTD: Any
-    DX: Any
+    DX: Any  # as X

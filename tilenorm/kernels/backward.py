@@ -19,8 +19,7 @@ class Pass:
     """A backward pass: its arrays, its constants, and the order of its sums.
 
     DW, DB: whether PARTIALS gets dW and dB. THROUGH: whether a gradient goes through the norm, so
-    that the dot products are needed. SUMMED: whether they are in DOT and TOTAL, because somebody
-    else has added up the rows (split_backward.py).
+    that the dot products are needed.
     """
 
     a: BackwardArrays
@@ -32,7 +31,6 @@ class Pass:
     DW: bool
     DB: bool
     THROUGH: bool
-    SUMMED: bool
 
     @property
     def GATES(self):
@@ -58,10 +56,8 @@ class Pass:
         return tiles, self.numbers(self.tile(i, 0))
 
     def numbers(self, tile):
-        """rstd, the means of g · x̂ and of g if they are given, and the mean."""
-        a, given_dots = self.a, self.SUMMED and self.THROUGH
-        dots = (a.DOT, a.TOTAL) if given_dots else ((), ())
-        return gather_numbers((a.RSTD,) + dots + (a.MEAN,), tile)
+        """rstd and the mean."""
+        return gather_numbers((self.a.RSTD, self.a.MEAN), tile)
 
     def whole(self, i, b, chunk, dots):
         """The dot products of a row from those of its chunks, which blocks share."""
@@ -103,12 +99,7 @@ def norm_backward(
     Block b takes tile b, and then every tile that is a multiple of the grid's size further on. With
     CHUNKS, each group of CHUNKS blocks shares its rows and counts as one block.
     """
-    walk(ARRAYS, rows, NORM, CUT, HOW, DW, DB, False)
-
-
-def walk(ARRAYS, rows, NORM, CUT, HOW, DW, DB, SUMMED):
-    """The schedule of a pass: a block's way over its tiles, and its part of the sums over rows."""
-    this = pass_of(ARRAYS, rows, NORM, CUT, HOW, DW, DB, SUMMED)
+    this = pass_of(ARRAYS, rows, NORM, CUT, HOW, DW, DB)
     a, cut, how = this.a, this.cut, this.how
     shared = cut.CHUNKS > 1
     b = ct.bid(0) // cut.CHUNKS
@@ -142,9 +133,7 @@ def walk(ARRAYS, rows, NORM, CUT, HOW, DW, DB, SUMMED):
             write_output_again(this, tile, row, weights, number)
         pairs, dots, dws, dbs = add_up(this, row, weights, number, dws, dbs)
         if this.THROUGH:
-            if SUMMED:
-                dots = Dots(read[1][1], read[1][2], 0.0, 0.0)
-            elif shared:
+            if shared:
                 dots = this.whole(i, b, chunk, dots)
             write_gradients(this, this.tile(i, chunk), row, weights, pairs, dots)
     # Made anew: over the loop the masks would take registers.
@@ -157,12 +146,12 @@ def walk(ARRAYS, rows, NORM, CUT, HOW, DW, DB, SUMMED):
         write_sums(a, cut, home, dbs, partial_rows if DW else 0)
 
 
-def pass_of(ARRAYS, rows, NORM, CUT, HOW, DW, DB, SUMMED):
+def pass_of(ARRAYS, rows, NORM, CUT, HOW, DW, DB):
     """The pass of a kernel with these parameters."""
     a, norm, cut, how = BackwardArrays(*ARRAYS), Norm(*NORM), Cut(*CUT), How(*HOW)
     order = order_of_dots(a.X, cut, rows, copied(norm, cut, how))
     through = given(a.DX) or given(a.DRESIDUAL) or (given(a.DGATE) and norm.GATE_FIRST)
-    return Pass(a, norm, cut, how, rows, order, DW, DB, through, SUMMED)
+    return Pass(a, norm, cut, how, rows, order, DW, DB, through)
 
 
 def copied(norm, cut, how):
@@ -200,8 +189,7 @@ def add_up(this, row, weights, number, dws, dbs):
             if given(this.a.MOD_SCALE) or (given(this.a.W) and copies):
                 g = order.unfused(g)
             pairs += ((x_hat, g),)
-            if not this.SUMMED:
-                dots = dots.plus(x_hat, g, j, this.cut.WIDTHS, order, norm.LAYER)
+            dots = dots.plus(x_hat, g, j, this.cut.WIDTHS, order, norm.LAYER)
         if len(dws) > 0:
             new_dws += (dws[j] + dy * x_hat,)
         if len(dbs) > 0:
@@ -213,7 +201,6 @@ def write_gradients(this, tile, row, weights, pairs, dots):
     """Write dx and dresidual, and the gradient of a gate before the norm."""
     a, norm, how = this.a, this.norm, this.how
     kept = ()
-    COUNT = 1 if this.SUMMED else this.cut.N
     for j, saved in ct.static_iter(enumerate(row)):
         at = tile.at(j)
         x_hat, g = pairs[j]
@@ -221,7 +208,7 @@ def write_gradients(this, tile, row, weights, pairs, dots):
             again = saved.rematerialized(dots.dot).unpacked()
             x_hat = x_hat_of(again, norm, this.order.zero)
             g = weights.times(dy_of(this, again), j, dots.dot)
-        dx = dots.through_norm(x_hat, g, saved.rstd, COUNT, norm.LAYER)
+        dx = dots.through_norm(x_hat, g, saved.rstd, this.cut.N, norm.LAYER)
         dx = input_gradient(this, at, saved, dx)
         mine = branch_gradient(this, tile, j, saved, dx)
         if not how.REREAD:

@@ -19,45 +19,37 @@ class Constants:
 
 @dataclass(frozen=True)
 class Norm:
-    """What is computed, beyond what follows from the arrays that are given (arrays.py).
+    """What is computed, as far as the arrays that a kernel gets do not tell (arrays.py)."""
 
-    LAYER: the mean is subtracted. GATE_FIRST: act(gate) multiplies the rows before they are
-    normalised, and not the normalised rows; act is silu, or, with SIGMOID, the sigmoid. OFFSET is
-    added to the weight. EARLY: x̂ is rounded to y's dtype before the weight, and so is its product
-    with a weight of that dtype. DROPOUT_SCALE: of a mask. QUANT: a Quant as a tuple, or (). INNER:
-    the constants of the norm of x that is added to the residual in place of x, as a tuple, or ().
-    """
-
-    LAYER: bool
+    LAYER: bool  # a LayerNorm: the mean is subtracted
+    # act(gate) multiplies the rows before they are normalised, and not the normalised rows.
     GATE_FIRST: bool
-    OFFSET: float
+    OFFSET: float  # is added to the weight
+    # x̂ is rounded to y's dtype before the weight multiplies it. The product is rounded too where
+    # the weight has that dtype.
     EARLY: bool
-    SIGMOID: bool
-    DROPOUT_SCALE: float
-    QUANT: tuple
+    SIGMOID: bool  # act is the sigmoid, not silu
+    DROPOUT_SCALE: float  # multiplies the dropout mask
+    QUANT: tuple  # a Quant as a tuple; () where y is not quantised
+    # The Norm, as a tuple, of x before it is added to the residual; () where x itself is added.
     INNER: tuple
 
 
 @dataclass(frozen=True)
 class Quant:
-    """How y is quantised.
+    """How y is quantised."""
 
-    MOST: the largest number of q's dtype. GROUP: so many elements of a row share a scale; 0 where a
-    row has one. GIVEN: the caller gives the one scale of all rows. MX: scales are powers of two, as
-    bytes, rounded up. POWER_OF_2: factors are powers of two, rounded down. PADDED: 0 where the
-    scales of a row follow each other; else those of a group do, and each group has as many as there
-    are rows, rounded up to a multiple of PADDED. SWIZZLED: scales lie in tiles of 128 rows and 4
-    groups. PACKED: y stays in 16 bits while the largest magnitude of a row is found, and is
-    converted to float32 twice.
-    """
-
-    MOST: float
-    GROUP: int
-    GIVEN: bool
-    MX: bool
-    POWER_OF_2: bool
+    MOST: float  # the largest number of q's dtype
+    GROUP: int  # how many elements of a row share a scale; 0 where a whole row does
+    GIVEN: bool  # the caller gives the one scale of all rows
+    MX: bool  # scales are powers of two, rounded up, and stored as bytes
+    POWER_OF_2: bool  # factors are powers of two, rounded down
+    # 0: the scales of a row lie side by side. Otherwise the scales of a column of groups do, and
+    # each column has as many as there are rows, rounded up to a multiple of PADDED.
     PADDED: int
-    SWIZZLED: bool
+    SWIZZLED: bool  # scales lie in tiles of 128 rows and 4 groups
+    # y stays in 16 bits while the largest magnitude of a row is found, and is then converted to
+    # float32 a second time.
     PACKED: bool
 
     @property
@@ -67,40 +59,29 @@ class Quant:
 
 @dataclass(frozen=True)
 class Grouped:
-    """The sums of a backward pass by group (group_backward.py).
+    """Which sums a backward pass by group makes (group_backward.py)."""
 
-    A, B, C: which sums by group are needed. DW, DB: whether PARTIALS gets dW and dB. WHOLE: no
-    group is shared by blocks.
-    """
-
-    A: bool
-    B: bool
-    C: bool
-    DW: bool
-    DB: bool
-    WHOLE: bool
+    A: bool  # Σ dy · x̂ of each group
+    B: bool  # Σ dy of each group
+    C: bool  # Σ ds · x of each group
+    DW: bool  # PARTIALS gets dW
+    DB: bool  # PARTIALS gets dB
+    WHOLE: bool  # no two blocks have rows of the same group
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Which elements of a head are rotated, and how heads are cut into tiles (rotation.py).
+    """Which elements of a head are rotated, and how heads are cut into tiles (rotation.py)."""
 
-    HEAD: D, the elements of a head. HALF: half of the number that is rotated. PAIRS: elements 2i
-    and 2i + 1 are rotated into each other, not i and i + HALF. FULL: cos and sin have a column for
-    each rotated element, not one for two. ALIGNED: heads, halves and tables are whole vectors of 16
-    bytes. WIDTH: columns of a tile, a power of two, at least HALF. ROWS: rows of a tile. TILES: how
-    many tiles a block has at once. WHOLE: (), or, where a norm spans all heads of a token, how many
-    heads the input has, and the key.
-    """
-
-    HEAD: int
-    HALF: int
-    PAIRS: bool
-    FULL: bool
-    ALIGNED: bool
-    WIDTH: int
-    ROWS: int
-    TILES: int
+    HEAD: int  # D, the elements of a head
+    HALF: int  # half of the elements that are rotated
+    PAIRS: bool  # elements 2i and 2i + 1 are rotated into each other, not i and i + HALF
+    FULL: bool  # cos and sin have a column for each rotated element, not one for two
+    ALIGNED: bool  # heads, halves of heads and tables are whole vectors of 16 bytes
+    WIDTH: int  # columns of a tile: a power of two, at least HALF
+    ROWS: int  # rows of a tile
+    TILES: int  # how many tiles a block has at once
+    # Where a norm spans all heads of a token: how many heads the input has, and the key. Else ().
     WHOLE: tuple
 
     def spanned(self, NUMBER):
@@ -110,28 +91,20 @@ class Rope:
 
 @dataclass(frozen=True)
 class How:
-    """How a schedule works. Each reads what concerns it.
+    """How a schedule works. Each schedule reads the fields that concern it."""
 
-    PACKED: 16-bit inputs stay in 16 bits over the sums, and are converted a second time. TMA: rows
-    are read by tile loads, not by gathers. STORE: rows are written by tile stores.
-
-    FETCH: weight and bias are read with the row, not after its sums. TOGETHER: else the weights of
-    so many segments are read at once. THREADS: of a block in a forward pass that
-    prescribes the order of its sums, else 0. REREAD: the weight is read again for every tile, and
-    dx is written last, which saves registers.
-
-    Where blocks share a row, PADDED_CHUNKS is the power of two that holds the chunks of a row.
-    POLLS: how often a block asks for the numbers of the others before it computes them itself.
-    OVERLAP: the kernel starts before the one that empties the slots has ended.
-    """
-
+    # Inputs of 16 bits stay in 16 bits over the sums, and are then converted a second time.
     PACKED: bool = False
-    TMA: bool = False
-    STORE: bool = False
-    FETCH: bool = False
-    TOGETHER: int = 1
+    TMA: bool = False  # rows are read by tile loads, not by gathers
+    STORE: bool = False  # rows are written by tile stores, not by scatters
+    FETCH: bool = False  # weight and bias are read with the row, not after its sums
+    TOGETHER: int = 1  # without FETCH: of how many segments the weights are read at once
+    # The threads of a block, where a forward pass prescribes the order of its sums; else 0.
     THREADS: int = 0
+    # The weight is read again for every tile, and dx is written last. Both save registers.
     REREAD: bool = False
-    PADDED_CHUNKS: int = 0
+    # These three are read where blocks share a row.
+    PADDED_CHUNKS: int = 0  # the smallest power of two that holds the chunks of a row
+    # How often a block asks for the numbers of the other blocks before it computes them itself.
     POLLS: int = 0
-    OVERLAP: bool = False
+    OVERLAP: bool = False  # the kernel starts before the kernel that empties the slots has ended

@@ -1,17 +1,18 @@
-"""How blocks that share a row tell each other what they have of its sums.
+"""How blocks that share a row exchange their parts of its sums.
 
-A row too wide for one block is cut into chunks, one block a chunk. Each block publishes its numbers
-in slots of the row, chunk by chunk, and reads those of the others, so that a sum has one order. A
-slot holds a number or is EMPTY, so that nothing but the slot itself has to be visible: relaxed
-atomics suffice. Loads would not: each warp does those for itself, and one warp would leave a loop
-that another stays in.
+A row that is too wide for one block is cut into chunks, one block a chunk. Each block publishes the
+numbers of its chunk in slots of the row, and reads the numbers of the other chunks. Every block
+adds them up chunk by chunk, so that a sum has one order. A slot either is EMPTY or holds a number,
+so that nothing but the slot itself has to be visible to other blocks. Relaxed atomics suffice for
+that. Loads do not: each warp loads for itself, and one warp would leave a loop in which another
+warp stays.
 
 Every block ends, and its bits are the same, whichever blocks run beside it, before it or never:
 1. It waits for the end of clear_slots, whose blocks have all started before it, and never wait.
 2. A block publishes before it polls, and to publish it waits for no other block of its kernel.
-3. It polls at most 1 + POLLS times for a row, and SUM_POLLS more in collect_sums; once more as
-   often for the maxima of a row that is quantised. No loop but these depends on another block, and
-   there is no lock.
+3. It polls at most 1 + POLLS times for a row, and SUM_POLLS times more in collect_sums. It polls
+   as often again for the maxima of a row that is quantised. No other loop depends on another block,
+   and there is no lock.
 4. Then it computes the missing numbers itself, from inputs that no block writes.
 5. So the number of steps that a block takes has a bound that no other block can change.
 6. A slot is EMPTY, or holds what its chunk's columns give in the order that statistics.Order
@@ -25,15 +26,18 @@ import cuda.tile as ct
 
 from .statistics import add_both, two_sums
 
-EMPTY = -1  # a NaN that no arithmetic of the GPU makes: its own is 0x7fffffff
-SUM_POLLS = 8  # after which a sum that is still NaN is taken for one that has NaN in it
+EMPTY = -1  # the bits of a NaN. The GPU's arithmetic never makes it: it makes 0x7fffffff
+SUM_POLLS = 8  # a sum that is NaN after so many polls is taken for one that has a NaN in it
 
 
 @ct.kernel
 def clear_slots(
     SLOTS, TILE_ROWS: ct.Constant[int], TILE: ct.Constant[int], OVERLAP: ct.Constant[bool]
 ):
-    """Empties the slots (rows, n) of every row. OVERLAP: the kernel that uses them may start."""
+    """Empty the slots (rows, n) of every row.
+
+    OVERLAP: the kernel that uses the slots may start before this kernel has ended.
+    """
     if OVERLAP:
         ct.grid_dependency_control_launch_dependents()
     rows = ct.bid(0) * TILE_ROWS + ct.arange(TILE_ROWS, dtype=ct.int32)[:, None]
@@ -43,18 +47,15 @@ def clear_slots(
 
 @dataclass(frozen=True)
 class Slots:
-    """The slots of a row: PARTS float32 numbers, one or two, for each of its CHUNKS.
-
-    FIRST: the slot of the first number.
-    """
+    """The slots of a row: PARTS float32 numbers for each of its CHUNKS."""
 
     SLOTS: Any
     row: Any
-    PARTS: int
+    PARTS: int  # 1 or 2
     CHUNKS: int
-    PADDED_CHUNKS: int
+    PADDED_CHUNKS: int  # these two as in constants.How
     POLLS: int
-    FIRST: int = 0
+    FIRST: int = 0  # the slot of the first number
 
     def publish(self, chunk, numbers):
         """Put the numbers of a chunk where the other blocks find them."""
@@ -93,15 +94,16 @@ class Slots:
         return totals
 
     def collect_peak(self, chunk, mine, numbers_of):
-        """The largest of a number of each chunk, of which this one has `mine`; NaN if one is NaN.
+        """The largest of the numbers that the chunks have, one each; NaN if one of them is NaN.
 
-        Past the last chunk `poll` repeats a number, which does not change the largest.
+        mine: the number of this block's chunk. Past the last chunk `poll` repeats a number, which
+        does not change the largest.
         """
         self.publish(chunk, (mine.item(),))
         return ct.max(self.collect(numbers_of), propagate_nan=True)
 
     def poll(self):
-        """What the slots hold, chunk by chunk; past the last chunk any of them."""
+        """What the slots hold, chunk by chunk. Past the last chunk it is what any slot holds."""
         slot = ct.arange(self.PARTS * self.PADDED_CHUNKS, dtype=ct.int32)
         slot = ct.minimum(slot, self.PARTS * self.CHUNKS - 1) + self.FIRST
         return ct.atomic_or(
@@ -113,7 +115,7 @@ class Slots:
         )
 
     def settled(self, found, numbers_of):
-        """The slots without an EMPTY one, from what was found in them."""
+        """The slots with a number in each, from what a poll has found in them."""
         j = ct.arange(self.PARTS * self.PADDED_CHUNKS, dtype=ct.int32)
         polls = 0
         while any_empty(found) & (polls < self.POLLS):
@@ -144,15 +146,15 @@ class Slots:
     def combine(self, numbers, cut):
         """(mean, correction, variance) of a row, from the mean and Σ (x − mean)² of each chunk.
 
-        mean is the first chunk's, and the row's is mean + correction. Differences from it are exact
-        where means are close; a sum of means would lose what a large mean has too many digits for.
-        After Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing
-        Sample Variances" (1979).
+        `mean` is the mean of the first chunk. The mean of the row is mean + correction. The
+        differences of close means are exact, while a sum of large means would lose digits. After
+        Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
+        Variances" (1979).
         """
         j = ct.arange(2 * self.PADDED_CHUNKS, dtype=ct.int32)
         chunk = j // 2
         is_mean = j % 2 == 0
-        # 0 past the last chunk, whatever was found there.
+        # `count` is 0 past the last chunk, whatever a poll has found there.
         TILE = cut.chunk_width()
         count = ct.minimum(ct.maximum(cut.N - chunk * TILE, 0), TILE).astype(ct.float32)
         mean = ct.sum(ct.where(j == 0, numbers, 0.0))

@@ -170,7 +170,7 @@ class Pass:
 def pass_of(a, first, eps, rows, NORM, CUT, HOW):
     """The forward pass of a kernel with these parameters."""
     cut, how = Cut(*CUT), How(*HOW)
-    return Pass(a, Norm(*NORM), cut, how, rows, eps, order_of(a.X, cut, first, how.THREADS))
+    return Pass(a, Norm(*NORM), cut, how, rows, eps, order_of(a, cut, first, how.THREADS))
 
 
 def write_statistics(this, tile, rows):

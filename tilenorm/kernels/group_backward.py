@@ -1,9 +1,9 @@
 """The backward pass of rows that are modulated by group (modulation.py).
 
-Two sums over the rows of a group suffice, those of a plain backward pass: A = Σ dy · x̂ and
-B = Σ dy. Then dscale = w · A + b · B and dshift = B; over all groups, dW = Σ (1 + scale) · A and
-dB = Σ (1 + scale) · B. What goes through the norm is g = dy · (1 + scale) · w. Where x was
-multiplied by a gate by group, dgate = C = Σ ds · x, ds being the gradient of the sum.
+Two sums over the rows of a group suffice: A = Σ dy · x̂ and B = Σ dy, as in a plain backward pass.
+Then dscale = w · A + b · B and dshift = B. The sums over all groups are dW = Σ (1 + scale) · A and
+dB = Σ (1 + scale) · B. The gradient that goes through the norm is g = dy · (1 + scale) · w. Where a
+gate by group has multiplied x, its gradient is C = Σ ds · x. There ds is the gradient of the sum.
 
 A block walks over a contiguous span of tiles, each with rows of one group, and keeps
 (1 + scale) · w of the group in registers.
@@ -37,10 +37,11 @@ def group_backward(
 
     With a gate by group, ds is the gradient of the sum, dresidual = ds, and dx = gate · ds.
 
-    Block b has a span of all tiles in order; no span has more than one tile more than another one.
-    Its sums of group g go to slot b + g: along the tiles b and g only grow, so that every pair has
-    a slot of its own, and the slots of a group follow each other. There are blocks + groups − 1.
-    With SUMS.WHOLE a span has whole groups, and the block writes their gradients itself.
+    The tiles are split into spans of consecutive tiles, one for each block. The numbers of tiles of
+    two spans differ by at most one. Block b writes its sums of group g to slot b + g. From tile to
+    tile b and g only grow. So each pair (b, g) has a slot of its own, and the slots of a group
+    follow each other. There are blocks + groups − 1 slots. With SUMS.WHOLE a span has whole groups,
+    and the block writes their gradients itself.
     """
     this, sums = pass_of(ARRAYS, rows, NORM, CUT, HOW, SUMS), Grouped(*SUMS)
     cut, first, end = this.cut, this.first, this.end
@@ -85,11 +86,7 @@ class Factors:
 
 @dataclass(frozen=True)
 class GroupPass:
-    """A backward pass by group, with what add_up asks of a Pass, and where its block is.
-
-    home: a tile with the columns of a row. tokens: the rows of a group. per: its tiles. b, blocks:
-    the block, and how many there are. first, end: the tiles of the block's span.
-    """
+    """A backward pass by group, with the fields of backward.Pass that add_up reads."""
 
     a: BackwardArrays
     norm: Norm
@@ -97,14 +94,13 @@ class GroupPass:
     how: How
     order: Any
     THROUGH: bool
-    SUMMED: bool
-    home: Any
-    tokens: Any
-    per: Any
-    b: Any
-    blocks: Any
-    first: Any
-    end: Any
+    home: Any  # a tile with the columns of a row
+    tokens: Any  # how many rows a group has
+    per: Any  # how many tiles a group has
+    b: Any  # the number of this block
+    blocks: Any  # how many blocks there are
+    first: Any  # the first tile of the block's span
+    end: Any  # the tile behind the last one of the span
 
     def tile(self, i):
         """Tile i: rows of one group. The last tile of a group may have fewer than the others."""
@@ -159,7 +155,7 @@ class GroupPass:
 def pass_of(ARRAYS, rows, NORM, CUT, HOW, SUMS):
     """The pass of a kernel with these parameters."""
     a, cut, sums = BackwardArrays(*ARRAYS), Cut(*CUT), Grouped(*SUMS)
-    # The compiler may make copies of the inner loop, and would choose an order in each.
+    # The compiler may copy the inner loop, and would choose another order in each copy.
     order = Order(opaque_zero(rows), SETTLED=True, FUSED=True)
     through = given(a.DX) or given(a.DRESIDUAL) or sums.C
     groups = a.MOD_SCALE.shape[0]
@@ -170,11 +166,14 @@ def pass_of(ARRAYS, rows, NORM, CUT, HOW, SUMS):
     if sums.WHOLE:
         first, end = first * per, end * per
     where = cut.home(a.X, 0, 0), tokens, per, b, blocks, first, end
-    return GroupPass(a, Norm(*NORM), cut, How(*HOW), order, through, False, *where)
+    return GroupPass(a, Norm(*NORM), cut, How(*HOW), order, through, *where)
 
 
 def span(b, blocks, total):
-    """Where block b begins and ends: `total` in order, in spans of one size, or of one more."""
+    """Where the span of block b begins and ends, of `total` tiles or groups.
+
+    A span has total // blocks of them, or one more.
+    """
     size, rest = total // blocks, total % blocks
     first = b * size + ct.minimum(b, rest)
     return first, first + size + ct.where(b < rest, 1, 0)
@@ -217,7 +216,7 @@ def of_one_row(tiles):
 
 
 def plus_weighted(this, group, totals, sums):
-    """The totals over groups of (1 + scale) · sum, with one group more; () of no totals."""
+    """The totals of (1 + scale) · sum over the groups, and this group added; () of no totals."""
     found = ()
     if len(totals) > 0:
         scales = this.scales(group)
@@ -227,7 +226,7 @@ def plus_weighted(this, group, totals, sums):
 
 
 def write_slots(this, group, found):
-    """Write those of A, B and C that there are to the block's slot of the group."""
+    """Write A, B and C, as far as they are needed, to the block's slot of the group."""
     slots, slot = this.blocks + this.a.MOD_SCALE.shape[0] - 1, this.b + group
     for tiles in ct.static_iter(found):
         if len(tiles) > 0:
@@ -273,11 +272,11 @@ def group_sum(
     TILE: ct.Constant[int],
     OVERLAP: ct.Constant[bool],
 ):
-    """The gradients by group from the sums of the blocks: dscale = (w + offset) · A + b · B,
-    dshift = B and dgate = C, of group bid(1), in one fixed order.
+    """The gradients of group bid(1), from the sums that the blocks of group_backward have left.
 
-    blocks, ROWS: of group_backward, how many, and the rows of its tiles. OVERLAP: may start before
-    that kernel has ended.
+    dscale = (w + offset) · A + b · B, dshift = B and dgate = C, added up in one fixed order.
+    blocks: how many blocks group_backward had. ROWS: how many rows its tiles had. OVERLAP: this
+    kernel may start before group_backward has ended.
     """
     a, norm, sums = BackwardArrays(*ARRAYS), Norm(*NORM), Grouped(*SUMS)
     if OVERLAP:

@@ -1,5 +1,8 @@
-"""Stage: what is normalised, and its gradients: x, x + residual, (x + addend) + residual,
-x · mask · scale + residual, residual + gate · x with a gate by group, or x · act(gate)."""
+"""Stage: what is normalised, and its gradients.
+
+That is x, x + residual, (x + addend) + residual, x · mask · scale + residual, residual + gate · x
+with a gate by group, or x · act(gate).
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,18 +18,14 @@ from .tiles import gather_parameter, write
 
 @dataclass(frozen=True)
 class Row:
-    """What is normalised, and what else the forward pass reads by rows.
+    """What is normalised, and what else the forward pass reads by rows."""
 
-    x: segments of x, or of x + residual as rounded to the sum's dtype. gate, skip: segments, or ().
-    modulation: see modulation_of.
-    """
-
-    x: Any
-    gate: Any
-    skip: Any
+    x: Any  # segments of x, or of x + residual, rounded to the dtype of the sum
+    gate: Any  # segments, or ()
+    skip: Any  # segments, or ()
     norm: Any
     PACKED: bool
-    modulation: Any
+    modulation: Any  # see modulation_of
 
     def values(self):
         """The segments that are normalised, in float32."""
@@ -39,7 +38,7 @@ class Row:
         return found
 
     def rematerialized(self, number):
-        """The same, converted to float32 once more if PACKED, after `number` is known."""
+        """What values() returns. If PACKED, it is converted anew, after `number` is known."""
         xs = ()
         for x in ct.static_iter(self.x):
             xs += (rematerialize(x, number) if self.PACKED else x,)
@@ -77,8 +76,10 @@ def added(xs, others, dtype):
 
 
 def branch(this, tile, xs, masks):
-    """The segments of x as they are added to the residual: x · mask · scale, rounded to x's dtype,
-    and then x · layer scale, rounded again."""
+    """The segments of x as they are added to the residual.
+
+    That is x · mask · scale, rounded to x's dtype, and this times the layer scale, rounded again.
+    """
     zero = opaque_zero(tile.place[0])
     found = ()
     for j, x in ct.static_iter(enumerate(xs)):
@@ -91,7 +92,7 @@ def branch(this, tile, xs, masks):
 
 
 def branch_gradient(this, tile, j, saved, dx):
-    """The gradient of x of segment j, from that of the sum: branch backwards."""
+    """The gradient of x in segment j, from dx, the gradient of the sum: `branch` backwards."""
     a = this.a
     zero = opaque_zero(tile.place[0])
     if given(a.LAYER_SCALE) or given(saved.mask):
@@ -114,8 +115,11 @@ def layer_scale_of(a, tile, j):
 
 
 def times(x, factor, zero):
-    """The product, rounded to x's dtype. zero: opaque; without it the compiler would not round a
-    float32 product before the next addition."""
+    """The product, rounded to x's dtype.
+
+    zero: an opaque zero. Without it the compiler would not round a float32 product before the next
+    addition.
+    """
     product = x.astype(ct.float32) * factor
     return product + zero if x.dtype == ct.float32 else product.astype(x.dtype)
 
@@ -134,15 +138,14 @@ def write_sum(this, tile, row):
 
 @dataclass(frozen=True)
 class Saved:
-    """What the backward pass reads of a segment: x (the sum, where a residual was added), dy, gate,
-    mask and dsum, and the rows' statistics. What is absent is an empty tuple."""
+    """What the backward pass reads of a segment. What is absent is an empty tuple."""
 
-    x: Any
+    x: Any  # the sum, where a residual was added
     dy: Any
     gate: Any
-    mask: Any
-    dsum: Any
-    rstd: Any
+    mask: Any  # the dropout mask
+    dsum: Any  # the gradient of the sum
+    rstd: Any  # the statistics of the rows
     mean: Any
 
     def unpacked(self):
@@ -151,7 +154,7 @@ class Saved:
         return Saved(x, dy, self.gate, self.mask, self.dsum, self.rstd, self.mean)
 
     def rematerialized(self, number):
-        """The same with x and dy to be converted to float32 once more after `number` is known."""
+        """The same. x and dy will be converted to float32 anew, after `number` is known."""
         x, dy = rematerialize(self.x, number), rematerialize(self.dy, number)
         return Saved(x, dy, self.gate, self.mask, self.dsum, self.rstd, self.mean)
 
@@ -164,7 +167,7 @@ def saved_inputs_of(a):
 def saved_of(tiles, numbers):
     """What the backward pass reads of each segment, from the tiles of saved_inputs_of.
 
-    numbers: of the rows; the first is rstd, and the last is the mean.
+    numbers: a tuple of numbers for each row. The first is rstd, and the last is the mean.
     """
     dys = sum_of_terms(tiles[1:-3])
     found = ()
@@ -181,8 +184,11 @@ def segment_of(tiles, j):
 
 
 def sum_of_terms(terms):
-    """The segments of dy: its terms are added from left to right, and each sum is rounded to their
-    dtype, as autograd's own sums of gradients are."""
+    """The segments of dy, which is the sum of its terms.
+
+    Terms are added from left to right. Each sum is rounded to their dtype, as autograd rounds its
+    own sums of gradients.
+    """
     total = terms[0]
     for term in ct.static_iter(terms[1:]):
         total = added(total, term, total[0].dtype)
@@ -204,9 +210,10 @@ def x_hat_of(saved, norm, zero=0.0):
 
 
 def input_gradient(this, at, saved, dx):
-    """The gradient of the input, from that of the row that is normalised.
+    """The gradient of the input, from dx, the gradient of the row that is normalised.
 
-    Writes the gradient of a gate before the norm, and adds the gradient of the sum.
+    It adds the gradient of the sum. It also writes the gradient of a gate that comes before the
+    norm.
     """
     if this.norm.GATE_FIRST:
         gate = saved.gate.astype(ct.float32)

@@ -1,8 +1,9 @@
 """Stage: what scales, shifts and gates rows by group.
 
 MOD_SCALE, MOD_SHIFT and MOD_GATE are (groups, N), with any stride between rows. A group is a set of
-consecutive rows, which all meet the same row of each array. All groups have the same number of
-rows. The number of groups is an extent of the arrays, so that no kernel is compiled for it.
+consecutive rows of x. Each row of x meets its group's row of each array. All groups have the same
+number of rows. The number of groups is an extent of the arrays, so that no kernel is compiled for
+it.
 """
 
 import cuda.tile as ct
@@ -25,7 +26,7 @@ def gather_groups(P, tile, rows):
 
 
 def modulation_of(a, tile, rows):
-    """(scale, shift) of each segment of a tile, shift () if there is none; () without a scale."""
+    """(scale, shift) of each segment of a tile. An absent shift is (). Without a scale it is ()."""
     found = ()
     if given(a.MOD_SCALE):
         scales = gather_groups(a.MOD_SCALE, tile, rows)

@@ -1,5 +1,8 @@
-"""Stage: the epilogue of a normalised row (weight, bias, rounding, gate, quantisation), and its
-gradients."""
+"""Stage: what is done to a normalised row, and its gradients.
+
+That is the weight, the bias, a modulation, a gate, what is added to the row, roundings and the
+quantisation.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +27,11 @@ def scale(w, OFFSET):
 
 
 def affine(this, x_hat, w, b, dtype):
-    """x̂ · w + b, with w in float32. EARLY rounds to dtype before the weight, and, if the weight has
-    the same dtype, after."""
+    """x̂ · w + b, with w in float32.
+
+    EARLY rounds x̂ to `dtype` before the weight multiplies it. It also rounds the product where the
+    weight has that dtype.
+    """
     y = x_hat
     if this.norm.EARLY:
         y = y.astype(dtype).astype(ct.float32)
@@ -47,7 +53,10 @@ def read_parameters(a, tile, j):
 
 
 def fetch_parameters(this, tile, tiles):
-    """The tiles of the inputs, which can be used when w and b are read; w and b of each segment."""
+    """The tiles of the inputs, and w and b of each segment.
+
+    The compiler can use these tiles only after it has read w and b.
+    """
     kept = ()
     xs = ()
     for j, x in ct.static_iter(enumerate(tiles[0])):
@@ -62,9 +71,10 @@ def fetch_parameters(this, tile, tiles):
 
 
 def read_together(this, tile, first):
-    """w and b of TOGETHER segments, of which the first can be used when all are read.
+    """w and b of TOGETHER segments. The first can be used only after all of them are read.
 
-    No read passes a store: without this a block would wait for memory once a segment.
+    The compiler moves no read before a store. Without this a block would wait for memory once for
+    each segment.
     """
     a, number = this.a, this.eps
     found = ()
@@ -83,13 +93,12 @@ def read_together(this, tile, first):
 
 @dataclass(frozen=True)
 class Normalized:
-    """Normalised rows: x̂ = centered · rstd, centered by segments; and the row that was read, with
-    its moments."""
+    """Normalised rows: x̂ = centered · rstd."""
 
-    row: Any
-    found: Any
+    row: Any  # what was read
+    found: Any  # its Moments
     rstd: Any
-    centered: Any
+    centered: Any  # the segments of x − mean
 
 
 def normalized(this, row, found, rstd):
@@ -100,7 +109,7 @@ def normalized(this, row, found, rstd):
 
 
 def output_of(this, j, rows, parameters):
-    """y of segment j of normalised rows, in its dtype, or in float32 where there is a skip.
+    """y of segment j of normalised rows, in the dtype of y, or in float32 where there is a skip.
 
     parameters: w and b of the segment.
     """
@@ -129,10 +138,10 @@ def outputs_of(this, tile, rows):
 
 
 def write_outputs(this, tile, rows, kept, shared):
-    """Write y of normalised rows, and q with its scales, whichever are asked for.
+    """Write what is asked for of normalised rows: y, and q with its scales.
 
-    kept: w and b of each segment, if they were read with the row, else (). shared: None, or the
-    SharedRow of which this is a chunk.
+    kept: w and b of each segment if they were read with the row, else (). shared: None, or the
+    SharedRow whose chunk the tile is.
     """
     ys = ()
     read = kept
@@ -150,10 +159,10 @@ def write_outputs(this, tile, rows, kept, shared):
 
 
 def whole_peak(this, tile, rows, ys, shared):
-    """The largest y of a row that blocks share, if it has a scale of its own. Else None."""
+    """The largest magnitude of y in a row that blocks share and that has one scale; else None."""
 
     def missing(there, row):
-        """The largest y of a chunk whose block has not published it."""
+        """That of a chunk whose block has not published it."""
         others = normalized(this, row, rows.found, rows.rstd)
         return row_peak(there, outputs_of(this, there, others))
 
@@ -165,34 +174,30 @@ def whole_peak(this, tile, rows, ys, shared):
 
 @dataclass(frozen=True)
 class Weights:
-    """w + offset of a chunk, in float32, for the backward pass.
-
-    home: a tile that has the same heads as every tile of the block. kept: the segments, or () where
-    a segment is read again whenever it is needed.
-    """
+    """w + offset of a chunk, in float32, for the backward pass."""
 
     a: Any
     norm: Any
-    home: Any
-    kept: Any
+    home: Any  # a tile with the heads that every tile of the block has
+    kept: Any  # the segments; () where a segment is read again whenever it is needed
 
     def times(self, tile, j, number):
-        """The tile times w + offset of segment j. A weight read again waits for `number`."""
+        """The tile times w + offset of segment j. `number`: see segment."""
         if not given(self.a.W):
             return tile
         return tile * self.segment(j, number)
 
     def segment(self, j, number):
-        """w + offset of segment j, kept or read again, which then waits for `number`."""
+        """w + offset of segment j. Where it is read again, that happens after `number` is known."""
         return self.kept[j] if len(self.kept) > 0 else self.read(j, number)
 
     def read(self, j, number):
-        """Segment j. number: None, or what has to be known before the segment is read."""
+        """Segment j, which is read after `number` is known; at once where that is None."""
         return scale(read_late(self.a.W, self.home, j, number), self.norm.OFFSET)
 
 
 def read_late(W, home, j, number):
-    """Segment j of a weight or bias. number: None, or what has to be known before it is read."""
+    """Segment j of a weight or bias, which is read after `number` is known; at once if None."""
     segment = home.segments[j]
     cols = segment.cols()
     if number is not None:
@@ -201,7 +206,7 @@ def read_late(W, home, j, number):
 
 
 def weights_of(a, norm, home, REREAD):
-    """The weights of a block's chunk: read now, or REREAD whenever they are needed."""
+    """The weights of a block's chunk: read now, or, with REREAD, whenever they are needed."""
     weights = Weights(a, norm, home, ())
     kept = ()
     if given(a.W) and not REREAD:
@@ -227,9 +232,9 @@ def dy_of(this, saved):
 
 
 def write_output_again(this, tile, row, weights, number):
-    """Write y of rows that the backward pass has read, with the bits that write_outputs gives it.
+    """Write y of rows that the backward pass has read. It has the bits that write_outputs gives it.
 
-    The bias is read again for every tile, all of it before the first write (see weights_of).
+    The bias is read again for every tile. All of it is read before the first write.
     """
     a, dtype = this.a, this.a.Y.dtype
     ys = ()
@@ -244,7 +249,7 @@ def write_output_again(this, tile, row, weights, number):
 
 
 def write_gate_gradient(this, tile, row, weights, biases, number):
-    """The gradient dy · ŷ · act'(gate) of a gate that comes after the norm, ŷ being ungated y."""
+    """Write dy · ŷ · act'(gate), the gradient of a gate after the norm. ŷ: y without the gate."""
     for j, saved in ct.static_iter(enumerate(row)):
         at = tile.at(j)
         y = weights.times(x_hat_of(saved.unpacked(), this.norm), j, number)

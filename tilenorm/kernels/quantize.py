@@ -1,7 +1,8 @@
-"""Stage: normalised rows as 8-bit floats with scales: the largest magnitude of each group, the
-factor that the group is multiplied by, the products q, and the scale 1 / factor.
+"""Stage: normalised rows as 8-bit floats with scales.
 
-y is a tuple of segments in y's dtype: what is quantised is what the norm without this stage writes.
+A group of elements shares a scale. The stage finds the largest magnitude of the group, makes the
+factor of it, and writes q = y · factor and the scale 1 / factor. y is a tuple of segments in y's
+dtype: the values that the norm writes without this stage.
 """
 
 import cuda.tile as ct
@@ -11,7 +12,7 @@ from .constants import Quant
 from .opaque import rematerialize
 from .tiles import both, once, write, write_number
 
-SMALLEST = 1e-12  # a group whose largest magnitude is smaller has the factor of this
+SMALLEST = 1e-12  # a group with a smaller largest magnitude gets the factor of this magnitude
 FIELD = 23  # the bits of float32's mantissa
 MANTISSA = (1 << FIELD) - 1
 NAN = 0x7FFFFFFF  # the NaN of the GPU's own arithmetic
@@ -19,9 +20,9 @@ TILE_ROWS, TILE_GROUPS = 128, 4  # of a tile of swizzled scales
 
 
 def write_quantized(this, tile, ys, peak):
-    """Write q, and the scales, and the largest magnitude of all y, whichever are asked for.
+    """Write q and the scales, and the largest magnitude of all y where that is asked for.
 
-    peak: of each row, (ROWS, 1) float32, or None where row_peak is to find it.
+    peak: the largest magnitude of each row, (ROWS, 1) float32; None where row_peak has to find it.
     """
     a, STORE, quant = this.a, this.how.STORE, Quant(*this.norm.QUANT)
     if peak is None and (quant.BY_ROW or given(a.AMAX)):
@@ -50,10 +51,11 @@ def write_rows(a, quant, tile, ys, peak, STORE):
 
 
 def write_groups(a, quant, tile, first, ys, STORE):
-    """q and the scales of segments of one width, from the first on, whose groups have a scale each.
+    """q and the scales of segments whose groups have a scale each, from segment `first` on.
 
-    ys: a power of two of them. Their maxima are joined into one tile, so that the compiler works on
-    all at once; one segment after another it would wait for each maximum and for each quotient.
+    ys: the segments. All have one width, and their number is a power of two. Their maxima are
+    joined into one tile, so that the compiler works on all of them at once. Otherwise it would wait
+    for each maximum and for each quotient.
     """
     R, W = ys[0].shape
     COUNT = W // quant.GROUP
@@ -78,7 +80,10 @@ def write_groups(a, quant, tile, first, ys, STORE):
 
 
 def write_scales(a, quant, tile, first, scale, masked):
-    """The scales of the groups from segment `first` on. masked: None where all groups exist."""
+    """Write the scales of the groups from segment `first` on.
+
+    masked: None where all of these groups exist.
+    """
     segment = tile.segments[first]
     group = ct.arange(scale.shape[1], dtype=ct.int32)[None, :]
     group = (segment.chunk * segment.CHUNK_WIDTH + segment.START) // quant.GROUP + group
@@ -90,7 +95,7 @@ def write_scales(a, quant, tile, first, scale, masked):
 
 
 def runs(WIDTHS):
-    """(first, count) of segments side by side that have one width; each count is a power of two."""
+    """(first, count) of each run of segments of one width. Each count is a power of two."""
     found = ()
     first = 0
     while first < len(WIDTHS):
@@ -103,7 +108,7 @@ def runs(WIDTHS):
 
 
 def joined(tiles):
-    """A power of two of tiles of one shape, side by side."""
+    """The tiles side by side in one tile. They have one shape; their number is a power of two."""
     for _ in ct.static_iter(range(len(tiles).bit_length() - 1)):
         pairs = ()
         for i in ct.static_iter(range(len(tiles) // 2)):
@@ -127,24 +132,26 @@ def offset_of(a, quant, row, group):
 
 
 def factor_of(quant, peak):
-    """MOST / the largest magnitude; as a power of two it is rounded down, so that q has room."""
+    """MOST / the largest magnitude. A power of two is rounded down, so that q does not overflow."""
     factor = ct.truediv(quant.MOST, ct.maximum(peak, SMALLEST, propagate_nan=True))
     if quant.POWER_OF_2:
         power = ct.bitcast(ct.bitcast(factor, ct.int32) & ~MANTISSA, ct.float32)
-        # Without its mantissa a NaN would be infinite, and q would be large numbers.
+        # A NaN without its mantissa would be an infinity, and q would have large numbers.
         factor = ct.where(factor == factor, power, factor)
     return factor
 
 
 def exponent_of(quant, peak):
-    """The exponent of the smallest power of two that is not below peak / MOST, with its bias of
-    127; 255 for NaN and infinity."""
+    """The exponent of the smallest power of two that is at least peak / MOST, plus 127.
+
+    It is 255 for NaN and infinity.
+    """
     bits = ct.bitcast(peak * (1.0 / quant.MOST), ct.int32)
     return ct.minimum((bits >> FIELD) + ((bits & MANTISSA) != 0).astype(ct.int32), 255)
 
 
 def row_peak(tile, ys):
-    """The largest magnitude of each row, or chunk of it, in float32; NaN if there is one."""
+    """The largest magnitude of each row, or of its chunk, in float32; NaN if it has a NaN."""
     peak = None
     kept = None
     for j, y in ct.static_iter(enumerate(ys)):
@@ -162,7 +169,7 @@ def row_peak(tile, ys):
 
 
 def larger(peak, y):
-    """The larger of a peak of each row and the magnitudes of a segment, either of them or None."""
+    """The largest of each row's peak and of its magnitudes y. Either of the two may be None."""
     if y is None:
         return peak
     found = ct.max(y, axis=1, keepdims=True, propagate_nan=True)
@@ -170,10 +177,10 @@ def larger(peak, y):
 
 
 def write_largest(a, tile, peak):
-    """AMAX becomes the largest of its value and the peaks of rows that exist.
+    """Raise AMAX to the largest peak of the rows that exist, if that is larger.
 
-    The bits of numbers that are not negative are in the order of the numbers, and those of NaN
-    come last, so that the result does not depend on the order of the blocks.
+    Numbers that are not negative have the same order as their bits, and NaN has the largest bits.
+    So the result does not depend on the order of the blocks.
     """
     if tile.in_rows is not None:
         peak = ct.where(tile.in_rows, peak, 0.0)

@@ -39,18 +39,15 @@ def rope_backward(
 
 @dataclass(frozen=True)
 class Pass:
-    """A backward pass of the input's heads (NUMBER is 0), or of the key's (NUMBER is 1).
-
-    DW: whether PARTIALS gets its part of dW.
-    """
+    """A backward pass of the input's heads, or of the key's."""
 
     a: HeadsBack
     arrays: RopeBackwardArrays
     rotary: Rotary
     batches: Any
     tokens: Any
-    DW: bool
-    NUMBER: int
+    DW: bool  # PARTIALS gets dW of these heads
+    NUMBER: int  # 0: the input's heads, 1: the key's
 
     @property
     def WHOLE(self):
@@ -148,7 +145,10 @@ def gradients_of(this, read, ws, turns, sums):
 
 
 def dot_of(this, heads):
-    """The mean of g · x̂ of each row of a tile; of several tiles, the sums over all that add up."""
+    """The mean of g · x̂ of each row of a tile.
+
+    Of several tiles, it is the part of each row's number in the mean over all heads of a token.
+    """
     order, products = this.rotary.order(), ()
     for couples in ct.static_iter(heads):
         for (x1, g1), (x2, g2) in ct.static_iter(couples):
@@ -166,7 +166,7 @@ def write_dx(this, at, pairs, dot, rstd):
 
 
 def write_sums(this, at, slot, sums):
-    """Write a block's part of dW: that of the heads of a tile, or that which all heads share."""
+    """Write a block's part of dW: one for each head of a tile, or one that all heads share."""
     PARTIALS = this.arrays.PARTIALS
     if this.WHOLE > 0:
         start = at.head * this.rotary.rope.HEAD

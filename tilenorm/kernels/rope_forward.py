@@ -21,11 +21,13 @@ def rope_forward(
     NORM: Constants[Norm],
     ROPE: Constants[Rope],
 ):
-    """(y1, y2) = (n1 · cos − n2 · sin, n2 · cos' + n1 · sin'), n = x · rstd · (w + offset),
-    rstd = 1 / sqrt(mean(x²) + eps); the mean is over a head, or over all heads of a token.
+    """(y1, y2) = (n1 · cos − n2 · sin, n2 · cos' + n1 · sin') with n = x · rstd · (w + offset).
 
-    Block (0, y, z) has item `first` + z · `step` + y: a group of heads for a tile of tokens of a
-    sequence, or all heads of a token; of the input, or of the key, whose groups come behind.
+    rstd = 1 / sqrt(mean(x²) + eps), where the mean is over a head, or over all heads of a token.
+
+    Block (0, y, z) has item `first` + z · `step` + y. An item is a group of heads for a tile of
+    tokens of a sequence, or all heads of a token. The groups of the key come behind those of the
+    input.
     """
     arrays, rope = RopeForwardArrays(*ARRAYS), Rope(*ROPE)
     rotary, a = Rotary(rope, Norm(*NORM), tokens >> 31), HeadsIn(*arrays.INPUT)
@@ -45,14 +47,14 @@ def rope_forward(
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward pass of the input's heads (NUMBER is 0), or of the key's (NUMBER is 1)."""
+    """A forward pass of the input's heads, or of the key's."""
 
     a: HeadsIn
     arrays: RopeForwardArrays
     rotary: Rotary
     eps: Any
     tokens: Any
-    NUMBER: int
+    NUMBER: int  # 0: the input's heads, 1: the key's
 
     @property
     def WHOLE(self):
@@ -85,7 +87,7 @@ def normalize(this, i, group):
 
 
 def rstd_of(this, heads):
-    """rstd of each row of a tile, or of all rows of tiles."""
+    """rstd of each row of a tile. Where a norm spans all heads of a token, one of all rows."""
     order, xs = this.rotary.order(), ()
     for couples in ct.static_iter(heads):
         for a, b in ct.static_iter(couples):

@@ -1,17 +1,17 @@
 """Stage: heads as tiles, and the rotation of a head by the angles of its token.
 
-All tiles have ROWS rows and WIDTH columns, so that all have one layout: a thread's own values of
-cos, sin and the weight serve all heads, and nothing passes through shared memory. A row is a token,
-and a block has TILES heads of its tokens; or, where a norm spans all heads of a token, a row is a
-head, and a block has all tiles of a token.
+All tiles have ROWS rows and WIDTH columns, so that all have one layout. A thread's own values of
+cos, sin and the weight then serve all heads, and nothing passes through shared memory. A row is a
+token, and a block has TILES heads of its tokens. Where a norm spans all heads of a token, a row is
+a head instead, and a block has all tiles of a token.
 
-A head is cut into couples of tiles. The two tiles of the first couple are rotated into each other:
-the first and the second half of the rotated elements, or the even ones and the odd ones. The other
-couples hold the elements that pass through.
+A head is cut into couples of tiles. The two tiles of the first couple are rotated into each other.
+They are the two halves of the rotated elements, or the even and the odd ones. The other couples
+hold the elements that are not rotated.
 
 The order in which a row is added up follows the width of its loads, as tiles.py says. Where ALIGNED
-is false, columns are masked by a number of which the compiler knows nothing, so that every layout
-is read element by element.
+is false, columns are masked by a number of which the compiler knows nothing. So the compiler reads
+every layout element by element.
 """
 
 from dataclasses import dataclass
@@ -28,15 +28,12 @@ from .tiles import both, columns
 
 @dataclass(frozen=True)
 class Heads:
-    """Where a tile lies: its sequence, and its tokens and heads, of which one is a (ROWS, 1) tile.
+    """Where a tile lies. Of `token` and `head` one is a number, and the other a (ROWS, 1) tile."""
 
-    mask: which rows exist, or None.
-    """
-
-    batch: Any
+    batch: Any  # the sequence
     token: Any
     head: Any
-    mask: Any
+    mask: Any  # which rows exist; None where all do
 
 
 @dataclass(frozen=True)
@@ -51,14 +48,11 @@ class Turns:
 
 @dataclass(frozen=True)
 class Rotary:
-    """How heads are read, rotated and written.
-
-    nothing: an integer 0 of which the compiler knows nothing.
-    """
+    """How heads are read, rotated and written."""
 
     rope: Rope
     norm: Norm
-    nothing: Any
+    nothing: Any  # an integer 0 of which the compiler knows nothing
 
     def order(self):
         """The order of sums. Without it each copy of a loop could get an order of its own."""
@@ -68,16 +62,17 @@ class Rotary:
         return ct.astype(self.nothing, ct.float32)
 
     def groups(self, X):
-        """How many groups of heads, which blocks have at once, X has."""
+        """How many groups the heads of X make. A block has one group at once."""
         return 1 if self.rope.WHOLE else ct.cdiv(X.shape[2], self.rope.TILES)
 
     def parts(self, tokens):
-        """How many parts of the tokens of a sequence, which blocks have at once, there are."""
+        """How many parts the tokens of a sequence make. A block has one part at once."""
         return tokens if self.rope.WHOLE else ct.cdiv(tokens, self.rope.ROWS)
 
     def tiles(self, i, group, tokens, heads, WHOLE):
-        """The tiles that a block has at once, of part i of the tokens of all sequences: of `heads`
-        heads group `group`; or all of a token, of WHOLE heads.
+        """The tiles that a block has at once: those of part i of the tokens of all sequences.
+
+        They hold group `group` of `heads` heads. With WHOLE they hold all WHOLE heads of a token.
         """
         ROWS, found = self.rope.ROWS, ()
         step = ct.arange(ROWS, dtype=ct.int32)[:, None]
@@ -94,7 +89,7 @@ class Rotary:
         return found
 
     def place(self, start, width, end, mask):
-        """(columns, mask) of `width` columns, of which those before the end exist."""
+        """(columns, mask) of `width` columns. Those before the end exist."""
         cols = columns(start, width)
         if not self.rope.ALIGNED:
             mask = both(mask, cols < end + self.nothing)
@@ -172,8 +167,8 @@ class Rotary:
     def rotated(self, a, b, turns, DTYPE):
         """(a · cos − b · sin, b · cos' + a · sin'). EARLY rounds each product to DTYPE.
 
-        The compiler would fuse one of the products with their sum, not the same one in all copies
-        of the code. A product − opaque zero is no product, and has the same sign where it is 0.
+        The compiler would fuse one of the two products with their sum, and not the same one in all
+        copies of the code. A product − opaque zero is no product, and a zero keeps its sign.
         """
         zero = self.zero()
         first = self.rounded(a * turns.cos - zero, DTYPE)
@@ -193,8 +188,9 @@ class Rotary:
 
 
 def couples_of(rope):
-    """(first column, width, end) of what is read of each couple: two tiles, or, of PAIRS, one of
-    both. No column of it reaches the end.
+    """(first column, width, end) of each tile of each couple. No column reaches the end.
+
+    With PAIRS, a couple is read as one tile.
     """
     W, rotated = rope.WIDTH, 2 * rope.HALF
     starts = range(rotated, rope.HEAD, 2 * W)

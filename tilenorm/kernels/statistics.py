@@ -3,6 +3,9 @@
 The compiler chooses the order in which a thread adds up its elements of a row, by the registers
 that are left, unless an Order prescribes it. It chooses anew for each row of a tile, so that rows
 of one tile could have different last bits.
+
+An Order prescribes the bits of a row for every op, so that add_rms_norm(x, r) has those of
+rms_norm(x + r). launch/order.py says which rows have one, and what decides it.
 """
 
 from dataclasses import dataclass
@@ -10,10 +13,10 @@ from typing import Any
 
 import cuda.tile as ct
 
+from .arrays import given
 from .opaque import opaque_zero
 
 FOLDED = 256  # the least number of threads of a block, times the two terms that each may have left
-MOST_SLICES = 4  # that a thread reads of a row and adds up by halves
 
 
 @dataclass(frozen=True)
@@ -40,23 +43,36 @@ class Order:
         """
         return product + self.zero if self.SETTLED else product
 
+    def slices(self, xs):
+        """The segments of a row, cut into slices of what the THREADS read at once.
+
+        Slices are added up from left to right, so that a row has the same bits whether it is one
+        wide segment or several. By halves a thread would hold all slices (layer_norm of 24576 took
+        1.37 times as long on an H200).
+        """
+        found = ()
+        for x in ct.static_iter(xs):
+            R, W = x.shape
+            SLICE = self.UNIT * self.THREADS
+            if SLICE > 0 and W > SLICE:
+                for i in ct.static_iter(range(W // SLICE)):
+                    found += (ct.extract(x, (0, i), (R, SLICE)),)
+            else:
+                found += (x,)
+        return found
+
     def folded(self, x):
         """A tile with the same sums by rows, of at most FOLDED columns.
 
-        Where the THREADS read many slices, these are added up in a chain: by halves a thread would
-        hold all of them (layer_norm of 24576 took 1.37 times as long on an H200). Then the UNIT
-        elements that a thread reads at once are added by halves, and vectors by halves, until a
-        thread has at most two. The compiler's own order would depend on the registers that are
-        left.
+        The UNIT elements that a thread reads at once are added by halves, and vectors by halves,
+        until a thread has at most two. The compiler's own order would depend on the registers that
+        are left.
         """
         if self.UNIT > 0:
             R, W = x.shape
-            UNIT = self.UNIT
+            UNIT = min(self.UNIT, W)
             if self.THREADS > 0:
-                UNIT = max(1, min(UNIT, W // self.THREADS))
-                if W > MOST_SLICES * UNIT * self.THREADS:
-                    W = UNIT * self.THREADS
-                    x = chained(x, W)
+                UNIT = max(1, min(UNIT, R * W // self.THREADS))
             vectors = W // UNIT
             x = x.reshape((R, vectors, UNIT))
             for _ in ct.static_iter(range(UNIT.bit_length() - 1)):
@@ -82,9 +98,9 @@ class Order:
         return two_sums(self.folded(x), self.folded(y), fused_add_both if self.FUSED else add_both)
 
     def row_sum(self, xs):
-        """The sum of segments by rows.
+        """The sum of slices by rows.
 
-        Segments of one width are added up first, so that the block has one reduction, which is one
+        Slices of one width are added up first, so that the block has one reduction, which is one
         barrier, for each width.
         """
         total = 0.0
@@ -102,7 +118,7 @@ class Order:
 
         Without REST the mean of equal numbers would be another number.
         """
-        total = self.row_sum(xs)
+        total = self.row_sum(self.slices(xs))
         mean = total * (1.0 / count)
         if ct.static_eval(isinstance(REST, float) and REST == 0.0):
             return mean
@@ -113,24 +129,24 @@ class Order:
         """The mean of the squares of segments, by rows."""
         squares = ()
         width = 0
-        for x in ct.static_iter(xs):
+        slices = self.slices(xs)  # static_iter takes no call of a tile function
+        for x in ct.static_iter(slices):
             squares += (x * x if x.shape[1] == width else self.unfused(x * x),)
             width = x.shape[1]
         return self.row_sum(squares) * (1.0 / count)
 
 
-def order_of(X, cut, count, THREADS):
-    """The order of the sums over a row of X in a forward pass. count: a number that is never
-    negative. THREADS: those of a block, or 0 where the order is not prescribed. Blocks that share a
-    row always have one.
+def order_of(a, cut, count, THREADS):
+    """The order of the sums over a row in a forward pass. count: a number that is never negative.
+    THREADS: those of a block, or 0 where the order is not prescribed. Blocks that share a row
+    always have one.
 
-    The widths of a tile and its threads alone prescribe the order, so that all kernels with such
-    tiles give the same bits: those that quantise too, and those without statistics. Elsewhere a
-    tile of several rows has fused additions.
+    Elsewhere a tile of several rows has fused additions.
     """
     if cut.CHUNKS == 1 and THREADS == 0:
         return Order(opaque_zero(count), FUSED=cut.ROWS > 1)
-    whole = THREADS if cut.CHUNKS == 1 and cut.ALIGNED else 0
+    whole = THREADS if cut.ALIGNED else 0
+    X = a.SUM if given(a.SUM) else a.X
     return Order(opaque_zero(count), UNIT=unit(X, cut), THREADS=whole, SETTLED=True)
 
 
@@ -216,22 +232,23 @@ def correct_mean(xs, count, order):
     """
     total = 0.0
     squares = 0.0
-    for x in ct.static_iter(xs):
-        more, more_squares = order.totals(x, order.unfused(x * x))
-        total = total + more
-        squares = squares + more_squares
+    slices = order.slices(xs)
+    added = slices[0]
+    added_squares = order.unfused(added * added)
+    for x in ct.static_iter(slices[1:]):
+        if x.shape[1] == added.shape[1]:
+            added = added + x
+            added_squares = added_squares + x * x
+        else:
+            more, more_squares = order.totals(added, added_squares)
+            total = total + more
+            squares = squares + more_squares
+            added = x
+            added_squares = order.unfused(x * x)
+    more, more_squares = order.totals(added, added_squares)
     # The sum with 0.0 is no bare product: `mean + correction` would be a sum of two products, of
     # which the compiler fuses one in some kernels and the other in others.
-    return total * (1.0 / count) + 0.0, squares * (1.0 / count)
-
-
-def chained(x, WIDTH):
-    """The slices of so many columns, added up from left to right."""
-    R, W = x.shape
-    total = ct.extract(x, (0, 0), (R, WIDTH))
-    for i in ct.static_iter(range(1, W // WIDTH)):
-        total = total + ct.extract(x, (0, i), (R, WIDTH))
-    return total
+    return (total + more) * (1.0 / count) + 0.0, (squares + more_squares) * (1.0 / count)
 
 
 def halves(x):
@@ -289,14 +306,11 @@ class Dots:
             dot = dot + more
         return Dots(dot, total, products, gs)
 
-    def through_norm(self, x_hat, g, rstd, COUNT, LAYER):
-        """dx of a segment: rstd · (g − x̂ · mean(g · x̂) − mean(g)), mean(g) for LAYER alone.
-
-        COUNT: of the elements that were added up; 1 where the sums are means already.
-        """
-        dx = g - x_hat * (self.dot * (1.0 / COUNT))
+    def through_norm(self, x_hat, g, rstd, N, LAYER):
+        """dx of a segment: rstd · (g − x̂ · mean(g · x̂) − mean(g)), mean(g) for LAYER alone."""
+        dx = g - x_hat * (self.dot * (1.0 / N))
         if LAYER:
-            dx = dx - self.total * (1.0 / COUNT)
+            dx = dx - self.total * (1.0 / N)
         return dx * rstd
 
     def numbers(self, LAYER):

@@ -1,18 +1,19 @@
 """Where the rows and columns of a tile lie in memory, and how they are read and written.
 
-A kernel works on tiles of rows. A place says where the rows of a tile are: (row,), or, where every
-head has its own weight, (row, token, head). Each is a number or a (ROWS, 1) tile of numbers. Inputs
-are (rows, N), or (tokens, heads, N), with any strides; outputs are matrices of consecutive rows.
+A kernel works on tiles of rows. A place says where the rows of a tile are: it is (row,), or, where
+every head has its own weight, (row, token, head). Each of these is a number or a (ROWS, 1) tile of
+numbers. Inputs are (rows, N) or (tokens, heads, N), with any strides. Outputs are matrices of
+consecutive rows.
 
-A row is cut into segments, tiles whose widths are powers of two in descending order: N = 12288 is
-8192 + 4096, so that no lane is idle. A row that is too wide for one block is first cut into chunks
-of equal segments, one block a chunk.
+A row is cut into segments: tiles whose widths are powers of two in descending order. N = 12288 is
+cut into 8192 + 4096, so that no lane is idle. A row that is too wide for one block is first cut
+into chunks, one block a chunk. All chunks have the same segments.
 
-The compiler adds up a tile in an order that follows the width of its loads. For a row to have the
-same bits in every layout that width must depend on N alone. ALIGNED says that N fills 16-byte
-vectors: columns are then masked by the constant N, and the host guarantees that every row starts on
-16 bytes. Otherwise columns are masked by the array's extent, of which the compiler knows nothing,
-and every layout is read element by element.
+The compiler adds up a tile in an order that follows the width of its loads. A row has the same bits
+in every layout only if that width depends on N alone. ALIGNED says that N fills 16-byte vectors.
+Columns are then masked by the constant N, and the host guarantees that every row starts on 16
+bytes. Without ALIGNED, columns are masked by the array's extent. The compiler knows nothing of the
+extent, so that it reads every layout element by element.
 """
 
 from dataclasses import dataclass
@@ -27,20 +28,15 @@ VECTOR = 8  # elements of 16 bytes, of the narrowest dtype
 
 @dataclass(frozen=True)
 class Cut:
-    """How rows of N elements are cut into tiles of ROWS rows, chunks and segments.
-
-    HEADS: how many heads take turns over the rows and have a weight each, or 0. TILE_HEADS: the
-    heads in a tile; it divides HEADS and ROWS. WIDTHS: the segments of a row, or of each of its
-    CHUNKS.
-    """
+    """How rows of N elements are cut into tiles of ROWS rows, chunks and segments."""
 
     N: int
-    HEADS: int
+    HEADS: int  # how many heads take turns over the rows, each with a weight of its own; or 0
     ROWS: int
-    TILE_HEADS: int
-    WIDTHS: tuple
-    CHUNKS: int
-    ALIGNED: bool
+    TILE_HEADS: int  # the heads in a tile; it divides HEADS and ROWS
+    WIDTHS: tuple  # the widths of the segments of a chunk
+    CHUNKS: int  # the chunks of a row; 1 where one block has a whole row
+    ALIGNED: bool  # a row is whole vectors of 16 bytes
 
     def chunk_width(self):
         return ct.static_eval(sum(self.WIDTHS))
@@ -104,7 +100,7 @@ class Cut:
         return Tile(place, self.existing(place, rows), chunk, self.parts(X, chunk))
 
     def home(self, X, b, chunk):
-        """A tile of block b whose heads are those of all its tiles; without heads row b."""
+        """A tile with the heads that all tiles of block b have; without heads, row b."""
         place = self.place(b)
         if self.HEADS == 0:
             place = (b + ct.arange(1, dtype=ct.int32)[:, None],)
@@ -132,9 +128,9 @@ class Cut:
 
 
 def rest_of(count: int) -> float:
-    """What float32 loses of 1 / count: 0 if count is a power of two.
+    """What float32 loses of 1 / count; 0 if count is a power of two.
 
-    The last difference is 1 / count rounded to 24 digits, as Veltkamp's splitting makes it.
+    scaled − (scaled − inverse) is 1 / count rounded to 24 digits, by Veltkamp's splitting.
     """
     inverse = 1.0 / count
     scaled = inverse * (2.0**29 + 1.0)
@@ -143,42 +139,36 @@ def rest_of(count: int) -> float:
 
 @dataclass(frozen=True)
 class Segment:
-    """A segment of a chunk: its first column in the chunk, its width, and which columns exist."""
+    """A segment of a chunk."""
 
     chunk: Any
     CHUNK_WIDTH: int
-    START: int
+    START: int  # its first column in the chunk
     WIDTH: int
-    mask: Any
+    mask: Any  # which of its columns exist; None where all do
 
     def cols(self):
-        """Computed where they are used, so that they take no registers."""
+        """The columns. They are computed where they are used, so that they take no registers."""
         return columns(self.chunk * self.CHUNK_WIDTH + self.START, self.WIDTH)
 
 
 @dataclass(frozen=True)
 class At:
-    """Where a segment of a tile is written: its rows, columns, and which of both exist.
+    """Where a segment of a tile is written."""
 
-    NUMBER: how many tiles of its width are ahead of it in the row.
-    """
-
-    place: Any
+    place: Any  # its rows
     cols: Any
-    mask: Any
-    NUMBER: int
+    mask: Any  # which of its rows and columns exist; None where all do
+    NUMBER: int  # how many tiles of its width stand before it in the row
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Where a tile lies: its rows, which of them exist, its chunk of the row, and its segments.
+    """Where a tile lies."""
 
-    A mask is None where all rows or columns exist.
-    """
-
-    place: Any
-    in_rows: Any
-    chunk: Any
+    place: Any  # its rows
+    in_rows: Any  # which of its rows exist; None where all do
+    chunk: Any  # its chunk of the row
     segments: tuple
 
     def at(self, j):
@@ -213,7 +203,10 @@ def leading(X, place):
 
 
 def gather_tiles(inputs, cut, tile):
-    """The segments of each input's rows, zero past the last row and column; () of an absent one."""
+    """The segments of each input's rows; () of an absent input.
+
+    Elements past the last row and column are 0.
+    """
     left = tile.chunk * cut.chunk_width()
     found = ()
     for X in ct.static_iter(inputs):
@@ -232,7 +225,7 @@ def gather_segments(X, cut, tile, left):
 
 
 def load_tiles(inputs, cut, row):
-    """The same of one row by tile loads."""
+    """The segments of one row of each input, by tile loads; () of an absent input."""
     place = cut.row_place(row)
     found = ()
     for X in ct.static_iter(inputs):
@@ -251,7 +244,7 @@ def load_segments(X, cut, place):
 
 
 def gather_numbers(arrays, tile):
-    """One number a row of each array; () of an absent one."""
+    """One number for each row, of each array; () of an absent array."""
     found = ()
     for X in ct.static_iter(arrays):
         numbers = ()
@@ -262,7 +255,7 @@ def gather_numbers(arrays, tile):
 
 
 def once(tile):
-    """A mask of the rows of which this block writes a number: of a row in chunks one block does."""
+    """A mask of the rows whose numbers this block writes. Of a row in chunks, one block does."""
     return tile.in_rows if ct.static_eval(isinstance(tile.chunk, int)) else tile.chunk == 0
 
 

@@ -8,7 +8,7 @@ from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
 from ..spec import TENSORS, NormSpec
-from ..table import MODULATION, OF_KEY, VECTOR
+from ..table import LAYER_SCALE, MODULATION, OF_KEY
 from .config import cdiv
 
 if TYPE_CHECKING:  # what the reference serves needs no cuda.tile
@@ -49,25 +49,19 @@ class Launch(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """What a backward pass takes and makes.
+    """What a backward pass takes and makes."""
 
-    dx to dgate: which gradients are requested. dsum: the sum x + residual has an incoming gradient.
-    terms: how many tensors make up dy. output: y is requested once more. modulation: of a modulated
-    norm, which gradients of the tensors of MODULATION are requested. of_key: of a rotated norm,
-    which gradients of the tensors of OF_KEY are; dx and dw are then those of the queries, and dsum
-    tells that the gradient of the rotated key comes in.
-    """
-
+    # Which gradients are requested. Of a rotated norm, dx and dw are those of the queries.
     dx: bool
     dw: bool = False
     db: bool = False
     dresidual: bool = False
     dgate: bool = False
-    dsum: bool = False
-    terms: int = 1
-    output: bool = False
-    modulation: tuple[bool, ...] = ()
-    of_key: tuple[bool, ...] = ()
+    dsum: bool = False  # the gradient of the sum x + residual, or of the rotated key, comes in
+    terms: int = 1  # how many tensors make up dy
+    output: bool = False  # y is requested once more
+    modulation: tuple[bool, ...] = ()  # of a modulated norm, for each tensor of MODULATION
+    of_key: tuple[bool, ...] = ()  # of a rotated norm, for each tensor of OF_KEY
 
     @property
     def gradients(self) -> tuple[bool, ...]:
@@ -106,11 +100,11 @@ class Needs(NamedTuple):
     def label(self) -> str:
         """The names of what is requested, and of what comes in."""
         asked = {name: getattr(self, name) for name in self._fields}
-        names = [name for name, given in asked.items() if given is True]
+        names = [name for name, requested in asked.items() if requested is True]
         by_group = zip(MODULATION, self.modulation, strict=False)
-        names += [f"d{role}" for role, given in by_group if given]
+        names += [f"d{role}" for role, requested in by_group if requested]
         of_key = zip(OF_KEY, self.of_key, strict=False)
-        names += [f"d{role}" for role, given in of_key if given]
+        names += [f"d{role}" for role, requested in of_key if requested]
         return "+".join(names + [f"terms:{self.terms}"] * (self.terms > 1))
 
     @property
@@ -128,15 +122,15 @@ def needs_of(spec: NormSpec, asked: Iterable[str | None], dsum: bool) -> Needs:
     heads are rotated, dsum is the key's.
     """
     roles = set(asked)
-    if VECTOR in roles:  # its gradient is made of the residual's
+    if LAYER_SCALE.role in roles:  # its gradient is made of the residual's
         roles.add("residual")
     if "addend" in roles:
         roles.add(addend_as(spec))
     dx, dresidual = "x" in roles, "residual" in roles and spec.residual is not None
     if spec.residual is None or spec.shares_dx:
         dx, dresidual = dx or dresidual, False
-    there = ("gate", "weight", "bias", *MODULATION)
-    dgate, dw, db, *groups = [r in roles and bool(getattr(spec, r)) for r in there]
+    roles_of_options = ("gate", "weight", "bias", *MODULATION)
+    dgate, dw, db, *groups = [r in roles and bool(getattr(spec, r)) for r in roles_of_options]
     by_group = tuple(groups) if spec.modulated else ()
     of_key = tuple([role in roles and bool(getattr(spec, role)) for role in OF_KEY])
     of_key = of_key if spec.rotation else ()
@@ -177,7 +171,12 @@ def groups(kernel: "ct.kernel") -> dict[str, Any]:
     """The dataclass of each kernel parameter that is a group of constants, by parameter name."""
     hints = get_type_hints(kernel._pyfunc, include_extras=True).items()
     metadata = {name: getattr(hint, "__metadata__", ())[-1:] for name, hint in hints}
-    return {name: kind for name, last in metadata.items() for kind in last if is_dataclass(kind)}
+    return {
+        name: kind
+        for name, annotation in metadata.items()
+        for kind in annotation
+        if is_dataclass(kind)
+    }
 
 
 def constants_of(kernel: "ct.kernel", arguments: tuple) -> dict[str, Any]:

@@ -1,9 +1,7 @@
 """Everything about a launch that can be tuned: one class for each schedule.
 
-The tables and the heuristics create configurations. The method `refusal` of a configuration says
-which rows the configuration cannot serve, and why. A row, or a chunk of a row, is cut into
-segments; `widths` holds the number of columns of each. `widths=None` is one segment that holds the
-whole row.
+The tables and the heuristics make configurations. The method `refusal` of a configuration says why
+it cannot serve some rows.
 """
 
 from collections.abc import Iterator
@@ -51,30 +49,30 @@ class Hints:
 
 @dataclass(frozen=True)
 class Served:
-    """The rows that a configuration has to serve.
+    """The rows that a configuration has to serve."""
 
-    item_bytes: bytes of an element of the widest tensor that has rows.
-    """
-
-    hidden: int
-    item_bytes: int
-    aligned: bool
+    hidden: int  # N
+    item_bytes: int  # bytes of an element of the widest tensor that has rows
+    aligned: bool  # a row is whole vectors of 16 bytes
     target: Target
 
 
 class Config:
-    """Base class of the configurations, with the fields that some of them do not have."""
+    """Base class of the configurations. A configuration may have some of these fields alone."""
 
     direction: ClassVar[str] = "forward"
     hints: Hints
+    # The columns of each segment of a row, or of a chunk of a row. None: one segment has a row.
     widths: tuple[int, ...] | None
-    rows: int = 1
-    tma: bool = False
-    store: bool = False
+    rows: int = 1  # of a tile
+    tma: bool = False  # rows are read one at a time, by tile loads in place of gathers
+    store: bool = False  # rows are written by tile stores, which need tma
+    # Inputs of 16 bits stay in 16 bits while a row is summed, and are converted to float32 twice.
     packed: bool = False
-    fetch: bool = False
+    fetch: bool = False  # weights are read with the row, not after its sums
+    # Each row reads the weights again, and dx is written last. Both save registers.
     reread: bool = False
-    together: int = 1
+    together: int = 1  # of how many segments the weights are read at once, after the sums
 
     def segments(self, hidden: int) -> tuple[int, ...]:
         return self.widths or (tile_width(hidden),)
@@ -84,11 +82,13 @@ class Config:
         return next(self._reasons(served), None)
 
     def _reasons(self, served: Served) -> Iterator[str]:
-        hidden, item_bytes = served.hidden, served.item_bytes
-        widths, hints = self.segments(hidden), self.hints
+        hidden = served.hidden
+        item_bytes = served.item_bytes
+        widths = self.segments(hidden)
+        hints = self.hints
         yield from self._wrong_rows()
-        # Tile loads need segments that start at a multiple of their width. Descending powers of two
-        # do.
+        # Tile loads need segments that start at a multiple of their width, as segments do whose
+        # widths are descending powers of two.
         if not all(a >= b for a, b in pairwise(widths)) or not all(map(_power_of_two, widths)):
             yield f"widths {widths} are not descending powers of two"
         if self.packed and item_bytes != 2:
@@ -100,7 +100,7 @@ class Config:
         if self.reread and self.rows != 1:
             yield "reread needs rows=1"
         one_width = len(set(widths)) == 1
-        # At this width folding a segment leaves at most two terms for each thread.
+        # A segment of at most this width leaves a thread at most two terms when it is folded.
         most = 32 * hints.threads
         if self.fetch and not (one_width and item_bytes <= widths[0] * item_bytes <= most):
             yield f"fetch needs segments of one width, here at most {most} bytes"
@@ -133,11 +133,10 @@ class Config:
 
 @dataclass(frozen=True)
 class RowForward(Config):
-    """row_forward: each block handles one tile of `rows` rows.
+    """row_forward: each block has one tile.
 
-    packed: 16-bit inputs stay in 16 bits while the row is summed, and are converted to float32
-    twice. fetch: weights are read with the row, not after its sums. With fetch, small batches use a
-    variant without packing, fetch and the occupancy hint; the results have the same bits.
+    With fetch, small batches use a variant without packed, fetch and the hint of occupancy. Its
+    results have the same bits.
     """
 
     rows: int = 1
@@ -149,11 +148,7 @@ class RowForward(Config):
 
 @dataclass(frozen=True)
 class StreamForward(Config):
-    """stream_forward: a persistent grid with `hints.occupancy` blocks on each multiprocessor.
-
-    tma: rows are read one at a time, by tile loads instead of gathers. store: rows are written by
-    tile stores; needs tma.
-    """
+    """stream_forward: a persistent grid with `hints.occupancy` blocks on each multiprocessor."""
 
     rows: int = 1
     hints: Hints = Hints()
@@ -164,11 +159,7 @@ class StreamForward(Config):
 
 @dataclass(frozen=True)
 class SharedForward(Config):
-    """shared_forward: several blocks share a row. `widths` are the segments of one block's chunk.
-
-    packed: as in RowForward. together: the number of segments whose weights are read at once,
-    after the sums.
-    """
+    """shared_forward: several blocks share a row. `widths` are the segments of a block's chunk."""
 
     hints: Hints
     widths: tuple[int, ...]
@@ -180,10 +171,7 @@ class SharedForward(Config):
 class Backward(Config):
     """norm_backward: a persistent grid with `hints.occupancy` blocks on each multiprocessor.
 
-    rows: the rows of a tile. widths: segments that are narrower than a row in total make up one
-    chunk, and several blocks share the row. tma, store: as in StreamForward. packed: as in
-    RowForward. reread: each row reads the weights again, and dx is written last; this saves
-    registers.
+    Several blocks share a row where all `widths` together are narrower than the row.
     """
 
     widths: tuple[int, ...]
@@ -199,8 +187,9 @@ class Backward(Config):
 
 @dataclass(frozen=True)
 class RopeForward(Config):
-    """rope_forward: tiles of `rows` rows, which are tokens, and `tiles` heads of these in a block;
-    or, where a norm spans all heads of a token, tiles of `rows` heads, and a token in a block.
+    """rope_forward: the rows of a tile are tokens, and a block has `tiles` heads of these.
+
+    Where a norm spans all heads of a token, the rows of a tile are heads, and a block has a token.
     """
 
     rows: int = 4
@@ -216,7 +205,7 @@ class RopeForward(Config):
 
 @dataclass(frozen=True)
 class RopeBackward(RopeForward):
-    """rope_backward: the same by a persistent grid with `hints.occupancy` blocks on each
+    """rope_backward: the same tiles, in a persistent grid of `hints.occupancy` blocks on each
     multiprocessor.
     """
 
@@ -243,7 +232,8 @@ def built(form: type, data: dict) -> Any:
     needed = {name for name, default in known.items() if default is MISSING}
     if not needed <= set(data) <= set(known):
         raise ValueError(f"{form.__name__} has {', '.join(data)}; it takes {', '.join(known)}")
-    values, kinds = {}, _kinds(form)
+    values = {}
+    kinds = _kinds(form)
     for name, value in data.items():
         kind = kinds[name]
         if kind is Config:
@@ -273,9 +263,9 @@ def config_of(data: dict) -> Config:
 def data_of(config: Config) -> dict[str, Any]:
     """What config_of takes, without the fields that have their defaults."""
     form = type(config)
-    given = {n: v for n, v in vars(config).items() if n != "hints" and v != getattr(form, n, ...)}
+    values = {n: v for n, v in vars(config).items() if n != "hints" and v != getattr(form, n, ...)}
     usual = config.hints == getattr(form, "hints", None)
-    return {"form": form.__name__} | ({} if usual else {"hints": config.hints.given()}) | given
+    return {"form": form.__name__} | ({} if usual else {"hints": config.hints.given()}) | values
 
 
 def _power_of_two(n: int) -> bool:

@@ -1,8 +1,8 @@
-"""Launches that differ from earlier ones in the addresses of their arrays alone, by CUDA's driver.
+"""Repeats launches by CUDA's driver, with other addresses of the arrays.
 
 cuda.tile.launch wraps every array, hashes every argument and asks the driver for the arrays'
-context, in every call. None of that changes where the shapes, strides, constants and alignments are
-those of an earlier call. Then the arguments are laid out once, and a call writes the addresses.
+context, in every call. None of that changes where shapes, strides, constants and alignments are
+those of an earlier call. So the arguments are laid out once, and each call writes its addresses.
 
 The arguments have the binary format of cuTile's calling conventions, which it documents
 (https://docs.nvidia.com/cuda/cutile-python/compilation.html). The driver is asked whether the
@@ -31,7 +31,7 @@ from .kernel import Kernel
 from .toolchain import DRIVER
 
 # A function of a stream and the addresses of a call. It returns whether the driver has queued all
-# launches. If it has not, cuda.tile.launch says what is wrong.
+# launches. Where it has not, the caller launches by cuda.tile.launch, which says what is wrong.
 Repeated = Callable[[int, Sequence[int]], bool]
 WORD = 8  # bytes
 OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -58,17 +58,17 @@ class _Attribute(ctypes.Structure):
 
 
 class Argument(NamedTuple):
-    """An argument in its binary format. place: of an address, in a call's addresses."""
+    """An argument in its binary format."""
 
-    size: int
+    size: int  # in bytes
     bits: int = 0
-    place: int | None = None
+    place: int | None = None  # where an address stands among a call's addresses
 
 
 class Prepared(NamedTuple):
-    """A launch. function: the driver's number of the compiled kernel on the current device."""
+    """A launch."""
 
-    function: int
+    function: int  # the driver's number of the compiled kernel on the current device
     grid: tuple[int, ...]
     arguments: tuple[Argument, ...]
     overlap: bool
@@ -82,11 +82,13 @@ def repeating(
 ) -> Repeated:
     """A function that makes launches with other addresses, on the same device.
 
-    queue: the driver's cuLaunchKernelEx. addresses: how many a call has. enter: gives the thread
-    the device's context, and says whether it had none. Threads that call at once write into
-    different copies of the arguments. Where code has left the caches of a CPU, as in a step of a
-    model, each object that a call touches takes longer than the call itself. The function's
-    attribute `launches` holds the launches, and `parts` what in_parts returns.
+    queue: the driver's cuLaunchKernelEx. addresses: how many addresses a call has. enter: gives the
+    thread the device's context, and says whether it had none.
+
+    Threads that call at once write into different copies of the arguments. The function touches few
+    objects: in a step of a model, code and objects have left the caches of the CPU, and each object
+    takes longer than the call itself. The function's attribute `launches` holds the launches, and
+    `parts` what in_parts returns.
     """
     idle: list[tuple] = []
     write = struct.Struct(f"{addresses}Q").pack_into
@@ -98,7 +100,8 @@ def repeating(
             copy = _copy(launches, addresses)
         words, calls, _ = copy
         write(words, 0, *starts)
-        failed, again = 0, True
+        failed = 0
+        again = True
         while again:
             failed = 0
             for config, at, function, arguments in calls:
@@ -114,21 +117,27 @@ def repeating(
 
 
 def in_parts(repeat: Repeated) -> tuple[list, Callable, Callable]:
-    """For who launches without a call of `repeat`: its idle copies of the arguments, each as _copy
-    returns it; what writes the addresses into one; and the driver's function. There are no copies
-    where the driver is not called, as in tests.
+    """What a caller needs that launches without a call of `repeat`.
+
+    That is the idle copies of its arguments, each as _copy returns it, a function that writes the
+    addresses into a copy, and the driver's function. There are no copies where the driver is not
+    called, as in tests.
     """
     return getattr(repeat, "parts", ([], never, never))
 
 
 def _copy(launches: Sequence[Prepared], addresses: int) -> tuple:
-    """The words that hold the arguments, what the driver takes for each launch, and what that
-    refers to.
+    """A copy of the arguments.
+
+    It is a tuple of the words that hold the arguments, of what the driver takes for each launch,
+    and of objects to which the latter refers.
     """
     constants = [a.bits for launch in launches for a in launch.arguments]
     words = (ctypes.c_uint64 * (addresses + len(constants)))(*[0] * addresses, *constants)
-    start, next_word = ctypes.addressof(words), addresses
-    calls, kept = [], []
+    start = ctypes.addressof(words)
+    next_word = addresses
+    calls = []
+    referred = []
     for launch in launches:
         places = []
         for argument in launch.arguments:
@@ -142,12 +151,12 @@ def _copy(launches: Sequence[Prepared], addresses: int) -> tuple:
         config = _Config(grid, (1, 1, 1), 0, None, ctypes.addressof(attributes), len(attributes))
         at = ctypes.addressof(config)
         calls.append((config, at, launch.function, ctypes.addressof(arguments)))
-        kept += arguments, attributes
-    return words, calls, kept
+        referred += arguments, attributes
+    return words, calls, referred
 
 
 def never(stream: int, starts: Sequence[int]) -> bool:
-    """In the place of what `repeating` returns, for launches that cuda.tile.launch has to make."""
+    """Stands for what `repeating` returns, where cuda.tile.launch has to make the launches."""
     return False
 
 
@@ -159,21 +168,23 @@ def prepare(
     numbered: tuple,
     addresses: int,
 ) -> Repeated | None:
-    """What repeats launches that cuda.tile.launch has made with these arrays; None while the stream
-    is captured, because loading a kernel may end a capture.
+    """What repeats launches that cuda.tile.launch has made with these arrays.
 
-    index: the device's. numbered: the same as `arrays`, with the place of each array among a call's
-    addresses. addresses: how many a call has.
+    It is None while the stream is captured, because loading a kernel may end a capture. index: that
+    of the device. numbered: as `arrays`, but of each array its place among a call's addresses.
+    addresses: how many addresses a call has.
     """
-    driver, capturing, enter = _driver(), ctypes.c_int(), partial(_enter, index)
+    driver = _driver()
+    capturing = ctypes.c_int()
+    enter = partial(_enter, index)
     enter()
     if driver.cuStreamIsCapturing(stream, byref(capturing)) or capturing.value:
         return None
     prepared = []
     for kernel, grid, before, take, after, overlap in launches:
-        given, places = ((*before, take(of), *after) for of in (arrays, numbered))
-        signature = signature_of(kernel, given)
-        arguments = tuple(arguments_of(signature, given, places))
+        values, places = ((*before, take(of), *after) for of in (arrays, numbered))
+        signature = signature_of(kernel, values)
+        arguments = tuple(arguments_of(signature, values, places))
         code, symbol, _, libraries = kernel._compile(signature, default_tile_context)
         function = None if libraries else _function(code, symbol, _context())
         if function is None or sizes_of(function) != [a.size for a in arguments]:
@@ -182,14 +193,16 @@ def prepare(
     return repeating(driver.cuLaunchKernelEx, prepared, addresses, enter)
 
 
-def signature_of(kernel: Kernel, given: tuple) -> KernelSignature:
-    """The signature with which cuTile's launch function compiles: of the first convention, unless
-    the second is needed. Another one would be compiled once more.
+def signature_of(kernel: Kernel, values: tuple) -> KernelSignature:
+    """The signature with which cuTile's launch function compiles.
+
+    It has the first calling convention, unless the arguments need the second. A kernel with another
+    signature would be compiled once more.
     """
-    second = KernelSignature.from_kernel_args(kernel, given, CallingConvention.cutile_python_v2())
+    second = KernelSignature.from_kernel_args(kernel, values, CallingConvention.cutile_python_v2())
     if any(map(_needs_second, second.parameters)):
         return second
-    return KernelSignature.from_kernel_args(kernel, given, CallingConvention.cutile_python_v1())
+    return KernelSignature.from_kernel_args(kernel, values, CallingConvention.cutile_python_v1())
 
 
 def _needs_second(constraint: ParameterConstraint) -> bool:
@@ -198,17 +211,17 @@ def _needs_second(constraint: ParameterConstraint) -> bool:
     return isinstance(constraint, TupleConstraint)
 
 
-def arguments_of(signature: KernelSignature, given: tuple, places: tuple) -> Iterator[Argument]:
-    """The arguments of a kernel in their binary format, which both conventions share."""
-    for each in zip(signature.parameters, given, places, strict=True):
-        yield from _arguments(*each)
+def arguments_of(signature: KernelSignature, values: tuple, places: tuple) -> Iterator[Argument]:
+    """The arguments of a kernel in their binary format. Both conventions have the same format."""
+    for constraint, value, place in zip(signature.parameters, values, places, strict=True):
+        yield from _arguments(constraint, value, place)
 
 
 def _arguments(constraint: ParameterConstraint, value: Any, place: Any) -> Iterator[Argument]:
     match constraint:
         case TupleConstraint():
-            for each in zip(constraint.items, value, place, strict=True):
-                yield from _arguments(*each)
+            for item in zip(constraint.items, value, place, strict=True):
+                yield from _arguments(*item)
         case ArrayConstraint():
             yield Argument(WORD, place=place)
             for number in (*value.shape, *value.stride()):
@@ -224,8 +237,9 @@ def _number(dtype: str, value: float) -> Argument:
 
 @cache
 def _driver() -> ctypes.CDLL:
-    """The driver. As in cuTile, a call keeps the interpreter's lock: letting go of it takes longer
-    in autograd's thread.
+    """The driver. As in cuTile, a call keeps the interpreter's lock.
+
+    To let go of the lock takes longer than the call, in autograd's thread.
     """
     driver = ctypes.PyDLL(DRIVER)
     address = POINTER(c_void_p)
@@ -244,15 +258,16 @@ def _driver() -> ctypes.CDLL:
 
 
 def addresses() -> tuple[int, int, int]:
-    """Of the driver's functions by which the extension in C++ launches: cuLaunchKernelEx,
-    cuCtxGetCurrent and cuCtxSetCurrent; zeros where there is no driver.
+    """The addresses of the driver's functions by which the extension in C++ launches.
+
+    They are cuLaunchKernelEx, cuCtxGetCurrent and cuCtxSetCurrent; zeros where there is no driver.
     """
     try:
         driver: Any = _driver()
     except OSError:
         return 0, 0, 0
     functions = driver.cuLaunchKernelEx, driver.cuCtxGetCurrent, driver.cuCtxSetCurrent
-    queue, current, enter = (ctypes.cast(each, c_void_p).value or 0 for each in functions)
+    queue, current, enter = (ctypes.cast(f, c_void_p).value or 0 for f in functions)
     return queue, current, enter
 
 
@@ -261,21 +276,21 @@ def primary_context(index: int) -> int:
     return 0 if index < 0 else _primary(index) or 0
 
 
-def _found(function: Callable, *given) -> int | None:
+def _address_from(function: Callable, *arguments) -> int | None:
     """The address that a function of the driver writes to its first argument; None if it fails."""
-    found = c_void_p()
-    return None if function(byref(found), *given) else found.value
+    address = c_void_p()
+    return None if function(byref(address), *arguments) else address.value
 
 
 def _context() -> int | None:
-    return _found(_driver().cuCtxGetCurrent)
+    return _address_from(_driver().cuCtxGetCurrent)
 
 
 def _enter(index: int) -> bool:
-    """Give this thread the primary context of a device, if it has none; whether it had none.
+    """Give this thread the primary context of a device if it has no context. Return whether it did.
 
-    CUDA's runtime does this at a thread's first call. A thread of autograd's may make no such call:
-    PyTorch has memory for it, and cuda.tile.launch gives it a context for the launch alone.
+    CUDA's runtime does this at a thread's first call. A thread of autograd may make no such call:
+    PyTorch has memory at hand, and cuda.tile.launch gives the thread a context only for its launch.
     """
     if _context() is not None:
         return False
@@ -285,17 +300,19 @@ def _enter(index: int) -> bool:
 
 @cache
 def _primary(index: int) -> int | None:
-    """The primary context of a device, which PyTorch uses; it is kept."""
-    return _found(_driver().cuDevicePrimaryCtxRetain, index)
+    """The primary context of a device, which PyTorch uses. It is retained for good."""
+    return _address_from(_driver().cuDevicePrimaryCtxRetain, index)
 
 
 @cache
 def _function(code: bytes, symbol: str, context: int | None) -> int | None:
-    """The number of a compiled kernel, which is loaded into the current context for good."""
+    """The driver's number of a compiled kernel. The kernel is loaded into the current context for
+    good.
+    """
     driver = _driver()
-    library = _found(driver.cuLibraryLoadData, code, None, None, 0, None, None, 0)
-    kernel = library and _found(driver.cuLibraryGetKernel, library, symbol.encode())
-    return kernel and _found(driver.cuKernelGetFunction, kernel)
+    library = _address_from(driver.cuLibraryLoadData, code, None, None, 0, None, None, 0)
+    kernel = library and _address_from(driver.cuLibraryGetKernel, library, symbol.encode())
+    return kernel and _address_from(driver.cuKernelGetFunction, kernel)
 
 
 def sizes_of(function: int) -> list[int]:

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from ..spec import ITEM_BYTES, NormSpec
 from ..table import MODULATION
-from . import user_table
+from . import forcing, user_table
 from .calls import Needs
 from .config import (
     Backward,
@@ -20,10 +20,12 @@ from .config import (
     RopeBackward,
     RopeForward,
     RowForward,
+    Served,
     SharedForward,
     cdiv,
     tile_width,
 )
+from .order import Rule, forward_order, forward_rule, prescribed
 from .target import Target
 from .tuned import rules
 from .tuned.tables import TABLES
@@ -35,13 +37,17 @@ def chosen(spec: NormSpec, target: Target, needs: Needs | None = None) -> Config
     A norm whose output is quantised has the configuration, and so the bits, of the plain one.
     """
     spec, op = spec.unquantized, ""
+    if config := forcing.of_direction("forward" if needs is None else "backward"):
+        return _forced(spec, target, config)
     if found := _tabled(spec, target, needs):
         config, op, _ = found
     elif spec.rotation:
         config = _rotated(spec, needs)
     elif needs is None:
         read = (spec.dtype, spec.residual, spec.gate, spec.addend, spec.skip)
-        config = piece(spec, 1 if spec.inner else sum(dtype is not None for dtype in read))
+        inputs = 1 if spec.inner else sum(dtype is not None for dtype in read)
+        rule = forward_rule(spec)
+        config = _by_rule(spec, inputs, rule) if rule else _forward(spec, inputs)
     elif spec.modulated:
         config = _by_group(spec, needs)
     else:
@@ -52,14 +58,48 @@ def chosen(spec: NormSpec, target: Target, needs: Needs | None = None) -> Config
     return with_room(spec, config)
 
 
+def _forced(spec: NormSpec, target: Target, config: Config) -> Config:
+    """The configuration of a block of forcing.forced. Raises ValueError where it cannot serve."""
+    reason = config.refusal(Served(spec.hidden, spec.widest_item, spec.aligned, target))
+    if isinstance(config, RopeForward) != bool(spec.rotation):
+        reason = f"{type(config).__name__} is for other kernels"
+    if reason:
+        raise ValueError(
+            f"{spec.op}: the argument 'config' of tilenorm.launch.forced takes a configuration that"
+            f" serves rows of {spec.hidden} {spec.dtype}, got {config}: {reason}"
+        )
+    return config
+
+
 def _around(spec: NormSpec, config: Config) -> Config:
     """A plain norm's configuration, for a norm that does more and that was not tuned."""
     if spec.inner and spec.norm == "layer":
         # Two LayerNorms have more registers than the table's occupancies leave for one.
         return replace(config, hints=replace(config.hints, occupancy=None))
     elements = config.rows * sum(config.segments(spec.hidden))
-    halved = spec.modulated and config.rows > 1 and elements > rules.MODULATED_TILE
-    return replace(config, rows=config.rows // 2) if halved else config
+    if not spec.modulated or config.rows == 1 or elements <= rules.MODULATED_TILE:
+        return config
+    halved = replace(config, rows=config.rows // 2)
+    return halved if keeps_order(spec, None, halved) else config
+
+
+def _by_rule(spec: NormSpec, inputs: int, rule: Rule) -> RowForward | SharedForward:
+    """A configuration that adds up a row as the rule says."""
+    width, warps = rule.width, rule.warps if rule.warps == 8 else None
+    if rule.chunk:
+        hints = Hints(rules.FORWARD_BLOCKS[min(inputs, 2)], warps)
+        count = rule.chunk // width
+        return SharedForward(hints, (width,) * count, packed=_packs(spec), together=2)
+    if not rule.warps:
+        widths = (width,) * cdiv(spec.hidden, width)
+        vectors = 16 // ITEM_BYTES[spec.residual or spec.dtype] * Hints().threads
+        rows = max(rules.TILE // tile_width(sum(widths)), cdiv(vectors, tile_width(width)))
+        return RowForward(rows, widths=widths)
+    while cdiv(spec.hidden, width) > rules.MOST_SEGMENTS:
+        width *= 2
+    widths = (width,) * cdiv(spec.hidden, width)
+    packed = _packs(spec) and spec.hidden * inputs >= rules.PACKED_FROM
+    return RowForward(1, Hints(None, warps), widths, packed=packed)
 
 
 def with_room(spec: NormSpec, config: Config) -> Config:
@@ -76,8 +116,8 @@ def with_room(spec: NormSpec, config: Config) -> Config:
     return replace(config, hints=replace(config.hints, occupancy=fewer))
 
 
-def piece(spec: NormSpec, inputs: int) -> Config:
-    """For a kernel that reads each row, or a piece of each row, once, in so many inputs."""
+def _forward(spec: NormSpec, inputs: int) -> Config:
+    """For a kernel that reads each row once, in so many inputs."""
     width = tile_width(spec.hidden)
     if width > rules.FORWARD_TILE // inputs:
         return _forward_chunk(spec, inputs)
@@ -130,19 +170,6 @@ def _by_group(spec: NormSpec, needs: Needs) -> Backward:
     return Backward((first, tile_width(rest)) if rest else (first,), hints=hints)
 
 
-def piece_backward(spec: NormSpec, target: Target, needs: Needs) -> Config:
-    """For a backward pass to which the sums over rows are given.
-
-    No sum comes between what is read and what is written, so that the compiler works on all of it
-    at once, and takes more registers: grad_apply spilled 120 bytes at 16384 bfloat16 on sm_90.
-    """
-    config = chosen(spec, target, needs)
-    if config.rows == 1:
-        return replace(config, reread=True)
-    more = spec.gate is not None or needs.dsum
-    return replace(config, rows=config.rows // 2) if more else config
-
-
 def column_sum(columns: int) -> ColumnSum:
     return ColumnSum(tile=rules.NARROW_TILE if columns <= rules.NARROW_SUM else rules.WIDE_TILE)
 
@@ -190,6 +217,8 @@ def _rotated(spec: NormSpec, needs: Needs | None) -> RopeForward | RopeBackward:
 def source(spec: NormSpec, target: Target, needs: Needs | None = None) -> str:
     """The table or rule that the configuration comes from."""
     spec = spec.unquantized
+    if forcing.of_direction("forward" if needs is None else "backward"):
+        return "forced"
     found = _tabled(spec, target, needs)
     if not found:
         return "heuristic, untimed"
@@ -270,10 +299,18 @@ def _packs(spec: NormSpec) -> bool:
 def _tabled(spec: NormSpec, target: Target, needs: Needs | None) -> tuple[Config, str, str] | None:
     """(configuration, operation, source) from a user's or the shipped table, or None."""
     for op in operations(spec, needs):
-        if found := _of_user(spec, target, needs, op) or _shipped(spec, target, needs, op):
-            config, source = found
-            return config, op, source
+        for table in _of_user, _shipped:
+            found = table(spec, target, needs, op)
+            if found and keeps_order(spec, needs, found[0]):
+                config, source = found
+                return config, op, source
     return None
+
+
+def keeps_order(spec: NormSpec, needs: Needs | None, config: Config) -> bool:
+    """Whether a configuration adds up a row as every norm of such rows does (see order.py)."""
+    rule = prescribed(spec) if needs is None else None
+    return rule is None or forward_order(spec, config) == rule
 
 
 def _of_user(

@@ -1,6 +1,6 @@
-"""A kernel that compiles once, in bounded time, and remembers that it does not compile.
+"""A kernel that compiles once, in bounded time, and remembers where it does not compile.
 
-Also the only calls to cuTile's launch.
+This module has the only calls to cuTile's launch.
 """
 
 import subprocess
@@ -54,10 +54,11 @@ class Kernel(ct.kernel):
         with self._lock:
             if known not in self._found:
                 self._found[known] = self._first(signature, bounded(context), capability)
-        found = self._found[known]
-        if isinstance(found, CompileError):
-            raise type(found)(str(found))  # anew, because a raised exception keeps its frames
-        return found
+        compiled = self._found[known]
+        if isinstance(compiled, CompileError):
+            # A new exception, because a raised one keeps its frames.
+            raise type(compiled)(str(compiled))
+        return compiled
 
     def _first(
         self, signature: KernelSignature, context: TileContext, capability
@@ -71,7 +72,8 @@ class Kernel(ct.kernel):
                 problem = toolkit_problem()
             if problem is not None:
                 return ToolchainError(problem)
-            name, arch = self._pyfunc.__name__, "sm_{}{}".format(*capability)
+            name = self._pyfunc.__name__
+            arch = "sm_{}{}".format(*capability)
             reason = f"does not compile for {arch}: {reason_of(error)}"
             return CompileError(f"its kernel {name} {reason}")
 
@@ -111,12 +113,13 @@ def reason_of(error: Exception) -> str:
 
 
 def hinted(kernel: ct.kernel, hints: Hints) -> Kernel:
-    """A kernel with compiler hints. It is kept, because it holds the code compiled so far.
+    """A kernel with compiler hints. It is remembered, because it holds its compiled code.
 
-    Threads that ask at once get the same kernel: cuTile may crash if a kernel is destroyed after
-    its launch. What a thread made in vain was not launched.
+    Threads that ask at once get the same kernel, because cuTile may crash if a kernel is destroyed
+    after its launch. A second kernel that a thread made meanwhile was never launched.
     """
-    key, kernels = (kernel._pyfunc, hints), _hinted()
+    key = kernel._pyfunc, hints
+    kernels = _hinted()
     return kernels.get(key) or kernels.setdefault(key, Kernel(kernel._pyfunc, **hints.given()))
 
 

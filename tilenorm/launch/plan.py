@@ -7,7 +7,7 @@ for the row counts that were used last.
 
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import cuda.tile as ct
 
@@ -16,12 +16,13 @@ from ..kernels.constants import Grouped, How
 from ..kernels.forward import row_forward, shared_forward, stream_forward
 from ..kernels.group_backward import group_backward, group_sum
 from ..spec import NormSpec
-from ..table import FACTORS
-from . import heuristics
+from ..table import BRANCH_PORTS
+from . import forcing, heuristics
 from .arrays import MAIN_ARRAYS, BackwardArrays, ForwardArrays, of_group_sums, taking
 from .calls import MAX_GRID, Launch, Needs, constants, parts, rectangles
 from .config import Backward, ColumnSum, Hints, RowForward, SharedForward, StreamForward, cdiv
 from .kernel import hinted
+from .order import RowOrder, forward_order
 from .quantized import cast_apart, compiled_as
 from .rope import RopeBackwardPlan, RopeForwardPlan
 from .target import Target
@@ -84,7 +85,7 @@ def backward_spec(spec: NormSpec, needs: Needs) -> NormSpec:
     skip = None if spec.skip == spec.dtype else spec.skip
     rounding = spec.rounding if needs.output else "late"
     if not needs.dx:
-        spec = replace(spec, **dict.fromkeys(FACTORS), dropout_scale=1.0)
+        spec = replace(spec, **{port.role: None for port in BRANCH_PORTS}, dropout_scale=1.0)
     return replace(spec, addend=None, skip=skip, rounding=rounding, quantized=None)
 
 
@@ -99,6 +100,8 @@ class ForwardPlan(Tiling):
     config: RowForward | StreamForward | SharedForward
     save: bool
     small: bool = False
+
+    arrays: ClassVar[Any] = ForwardArrays
 
     @cached_property
     def compiled(self) -> RowForward | StreamForward | SharedForward:
@@ -134,17 +137,15 @@ class ForwardPlan(Tiling):
         """Whether weights are read with the row. If so, small batches have a variant."""
         return isinstance(self.config, RowForward) and self.config.fetch
 
+    @cached_property
+    def order(self) -> RowOrder:
+        """The order in which a row is added up, which decides its bits."""
+        return forward_order(self.spec, self.config)
+
     @property
     def ordered(self) -> bool:
-        """Whether the kernel prescribes the order in which a row is added up.
-
-        It does not in a tile of several rows: gated_layer_norm of 128 took 1.2 times as long with
-        an order, and layer_norm_quantized of 1024 took 2.5 times (bfloat16, an H100). Nor does it
-        in rows that do not start on vectors, unless variants have to agree: layer_norm of 4097 took
-        2.5 times as long (an H200).
-        """
-        one_row = self.config.rows == 1 and self.spec.aligned
-        return self.fetches or self.chunks > 1 or one_row
+        """Whether the kernel prescribes the order in which a row is added up."""
+        return self.order.prescribes
 
     @cached_property
     def _small_variant(self) -> "ForwardPlan":
@@ -200,6 +201,7 @@ class BackwardPlan(Tiling):
     needs: Needs
 
     function: ClassVar[ct.kernel] = norm_backward
+    arrays: ClassVar[Any] = BackwardArrays
 
     @cached_property
     def _exchanges(self) -> bool:
@@ -297,12 +299,15 @@ class GroupedPlan(BackwardPlan):
         norm, cut, how = map(constants, (self.norm, self.cut, How()))
         kernel, after = hinted(self.function, self.config.hints), (rows, norm, cut, how, sums)
         main = Launch(kernel, (blocks,), (), MAIN_ARRAYS, after)
-        found = [main, *self._sums(blocks)]
+        calls = [main, *self._sums(blocks)]
         if any(self.needs.modulation) and not self.sums(groups).WHOLE:
             config = self.sum_config(blocks, groups)
             tiles = self.config.rows, config.rows, config.tile
-            early = self._overlap and len(found) == 1  # one kernel may start early
+            early = self._overlap and len(calls) == 1  # one kernel may start early
             after = (rows, blocks, norm, sums, *tiles, early)
             grid = cdiv(self.spec.hidden, config.tile), groups
-            found.append(Launch(GROUP_SUM, grid, (), of_group_sums, after, early))
-        return found
+            calls.append(Launch(GROUP_SUM, grid, (), of_group_sums, after, early))
+        return calls
+
+
+forcing.when_changed().extend((plan_forward.cache_clear, plan_backward.cache_clear))

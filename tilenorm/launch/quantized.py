@@ -1,4 +1,4 @@
-"""Where one kernel normalises rows and quantises them, so that q has the bits of the plain norm."""
+"""How a norm with a quantised output is compiled, so that q has the bits of the plain norm."""
 
 from dataclasses import replace
 
@@ -18,11 +18,11 @@ from .tuned.quantized import (
 def compiled_as(spec: NormSpec, config: Config, ordered: bool) -> Config:
     """The configuration that the kernel of a quantised norm is compiled with.
 
-    config: the plain norm's. q has to have the plain norm's bits, so that the rows of a tile, its
-    segments and its threads are the same. What is read early or kept in 16 bits, and how many
-    blocks a multiprocessor has, is chosen for the quantised norm, which has more instructions and
-    writes less. ordered: the kernel prescribes the order in which it adds up a row. Without an
-    occupancy the compiler mostly chooses the plain norm's.
+    config: that of the plain norm. q has to have the plain norm's bits, so that the rows of a tile,
+    its segments and its threads stay the same. A quantised norm has more instructions, and writes
+    less. So the other fields are chosen anew: what is read early or kept in 16 bits, and how many
+    blocks a multiprocessor has. Without an occupancy the compiler mostly chooses that of the plain
+    norm. ordered: the kernel prescribes the order in which it adds up a row.
     """
     if config.rows == 1 and not ordered:
         return _with(config, None)
@@ -51,9 +51,11 @@ def _with(config: Config, occupancy: int | None, **fields) -> Config:
 
 
 def quant_of(spec: NormSpec, config: Config) -> Quant:
-    """The kernel's constants. config: the plain norm's."""
-    how, sixteen = spec.quantized, "float32" not in (spec.dtype, spec.skip)
-    # Where weights are not read with the row any more, a thread has registers for y.
+    """The kernel's constants. config: that of the plain norm."""
+    how = spec.quantized
+    sixteen = "float32" not in (spec.dtype, spec.skip)
+    # A plain norm that reads its weights with the row does not do so here (compiled_as), so that a
+    # thread has registers for y.
     fetches = isinstance(config, RowForward) and config.fetch
     return Quant(
         MOST=FP8[how.dtype],
@@ -73,14 +75,17 @@ def _elements(spec: NormSpec, config: Config) -> float:
 
 
 def _resident(config: Config, rows: tuple[tuple[int, int], ...], elements: float) -> int:
-    """How many blocks have the registers of so many elements a thread. rows: (most, registers)."""
+    """How many blocks fit on a multiprocessor whose threads have so many elements.
+
+    rows: (most elements of a thread, registers of a thread), in ascending order.
+    """
     registers = next((registers for most, registers in rows if elements <= most), rows[-1][1])
     return REGISTERS // (registers * config.hints.threads)
 
 
 def cast_apart(spec: NormSpec, target: Target, config: Config) -> str | None:
-    """Why a cast in PyTorch's operations follows the plain norm's kernels, or None where one kernel
-    does both.
+    """Why PyTorch's operations cast what the plain norm's kernels write; None where one kernel does
+    both.
     """
     if not target.has_fp8:
         return f"{target.arch}: cuTile has no 8-bit floats before sm_90"

@@ -1,18 +1,18 @@
 """The plans of heads that are normalised and then rotated.
 
-Their launches are a function of (Sizes, eps). What they take is a RopeForwardArrays or a
+The launches of a plan follow from Sizes and eps. They take a RopeForwardArrays or a
 RopeBackwardArrays, whose tensors of heads are views (batch, tokens, heads, D).
 """
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ..kernels.constants import Rope
 from ..kernels.rope_backward import rope_backward
 from ..kernels.rope_forward import rope_forward
 from . import heuristics
-from .arrays import MAIN_ARRAYS, RopeBackwardArrays
+from .arrays import MAIN_ARRAYS, RopeBackwardArrays, RopeForwardArrays
 from .calls import Launch, Needs, Sizes, constants, rectangles
 from .config import RopeBackward, RopeForward, cdiv
 from .kernel import hinted
@@ -34,13 +34,13 @@ class RopePlan(Tiling):
         return Rope(how.head, how.dim // 2, how.interleaved, how.full, *cut)
 
     def items(self, sizes: Sizes) -> tuple[int, int]:
-        """How many times blocks have tiles, of the input and of the key."""
+        """How many items the input and the key have. A block works on one item at once."""
         if self.spec.by_token:
             parts = sizes.batch * sizes.tokens
             return parts, parts * bool(sizes.key_heads)
         parts = sizes.batch * cdiv(sizes.tokens, self.config.rows)
-        groups, more = (cdiv(heads, self.config.tiles) for heads in sizes[2:])
-        return parts * groups, parts * more
+        groups, key_groups = (cdiv(heads, self.config.tiles) for heads in sizes[2:])
+        return parts * groups, parts * key_groups
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class RopeForwardPlan(RopePlan):
 
     save: bool
 
+    arrays: ClassVar[Any] = RopeForwardArrays
     fetches: ClassVar[bool] = False  # as a ForwardPlan has them
     casts_apart: ClassVar[None] = None
 
@@ -64,21 +65,22 @@ class RopeForwardPlan(RopePlan):
 
 @dataclass(frozen=True)
 class RopeBackwardPlan(RopePlan):
-    """The launches of a backward pass: the norm and, if there are sums over tokens, their sums
-    over the blocks.
-    """
+    """The launches of a backward pass: the norm, and a column sum where weights have gradients."""
 
     config: RopeBackward
     needs: Needs
 
+    arrays: ClassVar[Any] = RopeBackwardArrays
+
     @cached_property
     def columns(self) -> dict[str, int]:
         """How many columns each of the needed sums over tokens has."""
-        spec, needs = self.spec, self.needs
-        found = {"dw": spec.hidden} if needs.dw else {}
-        return found | (
-            {"dkey_weight": spec.key_hidden or spec.hidden} if needs.dkey_weight else {}
-        )
+        columns = {}
+        if self.needs.dw:
+            columns["dw"] = self.spec.hidden
+        if self.needs.dkey_weight:
+            columns["dkey_weight"] = self.spec.key_hidden or self.spec.hidden
+        return columns
 
     def blocks(self, sizes: Sizes) -> int:
         """As many as are resident at once, unless there is too little to do."""
@@ -92,11 +94,10 @@ class RopeBackwardPlan(RopePlan):
     @remembered
     def launches(self, sizes: Sizes, _eps: float = 0.0) -> list[Launch]:
         """_eps: is not read, because the saved rstd holds it."""
-        kernel, blocks = hinted(rope_backward, self.config.hints), self.blocks(sizes)
-        asked, width = (
-            (self.needs.dw, self.needs.dkey_weight),
-            max(self.columns.values(), default=0),
-        )
+        kernel = hinted(rope_backward, self.config.hints)
+        blocks = self.blocks(sizes)
+        asked = self.needs.dw, self.needs.dkey_weight
+        width = max(self.columns.values(), default=0)
         groups = map(constants, (self.norm, self.rope))
         main = Launch(kernel, (blocks,), (), MAIN_ARRAYS, (*sizes[:2], *groups, *asked))
         return [main, *self._column_sum(RopeBackwardArrays, [*self.columns], blocks, width)]

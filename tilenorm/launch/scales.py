@@ -28,16 +28,15 @@ class Scales(NamedTuple):
     def of(cls, how: Quantization, hidden: int, rows: int) -> "Scales":
         """Without a comparison, because torch.compile may not know the number of rows."""
         groups = how.groups(hidden)
-        dtype = "uint8" if how.scaling == "mx" else "float32"
         if how.scaling == "tensor":  # the caller's own
-            return cls(dtype, 1, (1,), (1,))
+            return cls(how.scale_dtype, 1, (1,), (1,))
         if how.layout == "swizzled":
             tiles = cdiv(rows, TILE_ROWS) * cdiv(groups, TILE_GROUPS)
             count = tiles * TILE_ROWS * TILE_GROUPS
-            return cls(dtype, count, (count,), (1,), count - rows * groups)
+            return cls(how.scale_dtype, count, (count,), (1,), count - rows * groups)
         if how.layout == "row":
             strides, count = (groups, 1), rows * groups
         else:
             apart = rows if how.layout == "column" else cdiv(rows, 4) * 4
             strides, count = (1, apart), apart * groups
-        return cls(dtype, cdiv(count, UNIT) * UNIT, (rows, groups), strides)
+        return cls(how.scale_dtype, cdiv(count, UNIT) * UNIT, (rows, groups), strides)

@@ -26,13 +26,11 @@ SHARED_KIB = {"sm_80": 164, "sm_86": 100, "sm_89": 100, "sm_120": 100, "sm_121":
 
 @dataclass(frozen=True)
 class Target:
-    """A GPU architecture, such as "sm_90", a number of multiprocessors, and a machine of MACHINES,
-    or "" for others.
-    """
+    """A GPU, as far as a plan depends on it."""
 
-    arch: str
+    arch: str  # such as "sm_90"
     multiprocessors: int
-    machine: str = ""
+    machine: str = ""  # a value of MACHINES; "" for all other GPUs
 
     @classmethod
     def of(cls, name: str) -> "Target":

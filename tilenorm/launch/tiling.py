@@ -20,7 +20,8 @@ from .quantized import quant_of
 from .target import Target
 from .tuned.rules import POLLS
 
-CLEAR_SLOTS, COLUMN_SUM = hinted(clear_slots, Hints()), hinted(column_sum, Hints())
+CLEAR_SLOTS = hinted(clear_slots, Hints())
+COLUMN_SUM = hinted(column_sum, Hints())
 CLEARED = 1024  # slots that one block empties
 SIZES = 64  # row counts, or Sizes, whose launches a plan remembers
 
@@ -131,7 +132,8 @@ class Tiling:
         """The launch that adds up the partial sums of each of these names: `rows` rows."""
         if not sums:
             return []
-        config, take = heuristics.column_sum(width), taking(kind, "partials", *sums)
+        config = heuristics.column_sum(width)
+        take = taking(kind, "partials", *sums)
         after = (rows, config.rows, config.tile, self._overlap)
         grid = cdiv(width, config.tile), len(sums)
         return [Launch(COLUMN_SUM, grid, (), take, after, self._overlap)]
@@ -143,5 +145,5 @@ class Tiling:
         width = self.slots(rows)[1]
         padded = tile_width(width)
         tile_rows = max(1, CLEARED // padded)
-        grid, constants = (cdiv(rows, tile_rows),), (tile_rows, padded, self._overlap)
-        return [Launch(CLEAR_SLOTS, grid, (), take, constants)]
+        grid = (cdiv(rows, tile_rows),)
+        return [Launch(CLEAR_SLOTS, grid, (), take, (tile_rows, padded, self._overlap))]

@@ -83,11 +83,12 @@ def compiler_problem() -> str | None:
     from cuda.tile import _compile
 
     try:
-        path, printed = compiler_path(), _compile._get_compiler_version_string()
+        path = compiler_path()
+        printed = _compile._get_compiler_version_string()
     except FileNotFoundError:
-        found = ", ".join(f"{name} {package_version(name)}" for name in COMPILER_PACKAGES)
-        found += "; all three have to be of one release"
-        return f"its compiler tileiras is missing ({found}): {REMEDY}"
+        packages = ", ".join(f"{name} {package_version(name)}" for name in COMPILER_PACKAGES)
+        packages += "; all three have to be of one release"
+        return f"its compiler tileiras is missing ({packages}): {REMEDY}"
     if printed is None:
         return f"its compiler {path} does not run: {REMEDY}"
     version = compiler_version()
@@ -100,29 +101,32 @@ def compiler_problem() -> str | None:
 
 @cache
 def toolkit_problem() -> str | None:
-    """Why a kernel that does not compile is no wonder, and the remedy, or None.
+    """Why this machine's CUDA toolkit may be the reason for a kernel that does not compile, and the
+    remedy; None where it is not.
 
-    tileiras runs ptxas and libnvvm of the toolkit that a variable names, or else of its own. If
-    they are of another release it fails on most kernels, and does not say why. Some pairs serve,
-    such as tileiras 13.4 with ptxas 13.3, so this is asked only after a failure.
+    tileiras runs ptxas and libnvvm of the toolkit that a variable names, or else those beside
+    itself. If they are of another release, tileiras fails on most kernels, and does not say why.
+    Some pairs serve, such as tileiras 13.4 with ptxas 13.3. So this is asked only after a failure.
     """
     from cuda.tile import _compile
 
     binary = _compile._find_compiler_bin()
-    # cuTile hides the last two from the tileiras of the packages. An empty variable counts too.
+    # cuTile hides CUDA_HOME and CUDA_PATH from the tileiras of the packages. An empty variable
+    # counts too.
     names = ("CUDA_ROOT", "CUDA_HOME", "CUDA_PATH")[: 3 if binary.pass_cuda_home_var else 1]
     variable = next((name for name in names if name in os.environ), None)
-    own = os.path.dirname(os.path.dirname(os.path.realpath(binary.path)))
-    folder = os.environ[variable] if variable else own
+    beside = os.path.dirname(os.path.dirname(os.path.realpath(binary.path)))
+    folder = os.environ[variable] if variable else beside
     ptxas = shutil.which("ptxas", path=os.path.join(folder, "bin"))
-    version, found = compiler_version(), "missing"
+    version = compiler_version()
+    ptxas_version = "missing"
     if ptxas is not None:
-        found = _version_in(_compile._try_get_compiler_version(ptxas))
-        if found.split(".")[:2] == version.split(".")[:2]:
+        ptxas_version = _version_in(_compile._try_get_compiler_version(ptxas))
+        if ptxas_version.split(".")[:2] == version.split(".")[:2]:
             return None
     text = f"its compiler {binary.path} (tileiras {version}) fails: it uses ptxas and libnvvm of "
     text += f"{variable}={folder}" if variable else folder
-    text += f", where ptxas is {found}, and needs those of its own release: "
+    text += f", where ptxas is {ptxas_version}, and needs those of its own release: "
     if variable is None:
         return text + REMEDY
     return f"{text}unset {variable}" + (f", or {REMEDY}" if variable in names[1:] else "")

@@ -28,47 +28,37 @@ class TableWarning(UserWarning):
 
 @dataclass(frozen=True, order=True)
 class Key:
-    """The specs that an entry serves.
-
-    op: the operation, as in the shipped tables. item_bytes: bytes of an element of the widest
-    tensor that has rows. hidden: N. aligned: as in NormSpec. heads: whether each head has its own
-    weights. terms: how many tensors make up dy, in a backward pass; 1 in older tables.
-    """
+    """The specs that an entry serves."""
 
     direction: str
-    op: str
-    item_bytes: int
-    hidden: int
-    aligned: bool
-    heads: bool
-    terms: int = 1
+    op: str  # the operation, as in the shipped tables
+    item_bytes: int  # bytes of an element of the widest tensor that has rows
+    hidden: int  # N
+    aligned: bool  # as in NormSpec
+    heads: bool  # each head has a weight of its own
+    terms: int = 1  # how many tensors make up dy in a backward pass; older tables do not have it
 
     @classmethod
     def of(cls, spec: NormSpec, direction: str, op: str, terms: int = 1) -> "Key":
-        item_bytes, heads = spec.widest_item, spec.heads > 0
-        return cls(direction, op, item_bytes, spec.hidden, spec.aligned, heads, terms)
+        heads = spec.heads > 0
+        return cls(direction, op, spec.widest_item, spec.hidden, spec.aligned, heads, terms)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A configuration and its measurement.
-
-    us: median of the samples. spread: relative to the median. rows, spec: what was timed.
-    registers, spills: registers and spilled bytes of a thread, by kernel. gpu, driver, date: where
-    and when it was measured.
-    """
+    """A configuration and its measurement."""
 
     key: Key
     config: Config
-    us: float
-    spread: float
-    samples: int
+    us: float  # the median of the samples
+    spread: float  # of the samples, relative to the median
+    samples: int  # how many samples
     gb_s: float
-    rows: int
-    spec: str
-    registers: dict[str, int]
-    spills: dict[str, int]
-    gpu: str
+    rows: int  # of what was timed
+    spec: str  # of what was timed
+    registers: dict[str, int]  # of a thread, by kernel
+    spills: dict[str, int]  # bytes that a thread spills, by kernel
+    gpu: str  # the last three say where and when it was measured
     driver: str
     date: str
 

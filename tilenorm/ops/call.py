@@ -10,35 +10,34 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.overrides import has_torch_function
 
-from ..table import OPS, Op
-from . import arguments, legacy, library, overrides, torch_private  # noqa: F401 (legacy defines ops)
-from .autograd import apply, call_needs_grad
-from .bound import MOST_CALLS, Bound, bound_of, kinds_of, refuse_gradient, specs_of
-from .direct import MOST_GUARDS, in_onnx_export, is_plain, is_transformed
-from .native import state
-from .native.telling import tell
-from .registry import MAX_ROWS, device_of, select_transformed
-from .split import norm as split
-from .torch_private import TensorGuards, forward_mode, modes
+from ..row import Op
+from ..table import OPS
+from . import arguments, overrides
+from .passes.bound import MOST_CALLS, Bound, bound_of, kinds_of, refuse_gradient, specs_of
+from .passes.native import state
+from .passes.registry import MAX_ROWS, TRANSFORMED, device_of, select_reference
+from .pytorch import torch_private
+from .pytorch.plain import MOST_GUARDS, in_onnx_export, is_plain, is_transformed
+from .pytorch.sizes import without_tensor
+from .pytorch.torch_private import TensorGuards, forward_mode, modes
+from .torch_ops import library
+from .torch_ops.autograd import apply, call_needs_grad
+from .torch_ops.sharded_rows import has_sharded_rows, of_sharded_rows
+from .torch_ops.telling import tell
 
 NATIVE = state()
 _autocast = torch.is_autocast_enabled  # for CUDA; given a device's name it takes twice as long
 
 
 class Known(NamedTuple):
-    """What serves calls whose tensors `check` takes. Leading sizes and strides may differ.
-
-    index: the CUDA device's, or None. most: how many elements the input may have. rows: the places
-    of the tensors that have the input's shape.
-    recorded: whether one of the tensors requires a gradient.
-    """
+    """What serves calls whose tensors `check` takes. Leading sizes and strides may differ."""
 
     check: Callable[..., bool]
-    index: int | None
-    most: int
-    rows: tuple[int, ...]
+    index: int | None  # the CUDA device's
+    most: int  # how many elements the input may have
+    rows: tuple[int, ...]  # the places of the tensors that have the input's shape
     eps: Any
-    recorded: bool
+    recorded: bool  # one of the tensors requires a gradient
     bound: Bound
 
 
@@ -58,12 +57,12 @@ def call(
     known = None
     if not is_dynamo_compiling():  # the guards find what other tracers give
         if NATIVE.served is not None:
-            made = NATIVE.served(op, tensors, normalized_shape, eps, asked, backend)
-            if made is not None:
-                return made
+            results = NATIVE.served(op, tensors, normalized_shape, eps, asked, backend)
+            if results is not None:
+                return results
         if has_torch_function(tensors):  # torch.compile calls it at the operations in the graph
-            return overrides.overridden(op, tensors, normalized_shape, eps, asked, backend)
-        given, absent = [], 1
+            return overrides.overridden(checked, op, tensors, normalized_shape, eps, asked, backend)
+        present, absent = [], 1
         try:
             for tensor in tensors:  # a comprehension takes longer
                 if tensor is None:
@@ -71,16 +70,16 @@ def call(
                 else:
                     if tensor.is_nested:  # the guard of one that is not jagged ends the process
                         raise TypeError
-                    given.append(tensor)
+                    present.append(tensor)
                     absent += absent + 1
             known = remembered(
                 op, eps, backend, absent, type(normalized_shape), *asked, *normalized_shape
             )
         except (AttributeError, TypeError):  # nothing is remembered; the checks say what is wrong
             pass
-        for check, index, most, rows, own, recorded, bound in known or ():
+        for check, index, most, rows, bound_eps, recorded, bound in known or ():
             if (
-                check(*given)
+                check(*present)
                 and (index is None or index == torch_private.current_device())
                 and (x := tensors[0]).numel() <= most
                 and not modes()
@@ -91,16 +90,16 @@ def call(
                         break
                 else:
                     if recorded and is_grad_enabled():
-                        made = apply((own, bound, bound.training), *tensors)
-                    elif (made := bound.inference.repeated(tensors, own)) is None:
-                        made = bound.inference.cold(tensors, own)
+                        results = apply((bound_eps, bound, bound.training), *tensors)
+                    elif (results := bound.inference.repeated(tensors, bound_eps)) is None:
+                        results = bound.inference.cold(tensors, bound_eps)
                     if NATIVE.served is None:
                         if NATIVE.waits:
                             NATIVE.look()
                     elif bound.inference.ready or bound.training.ready:
                         arguments_of = op, tensors, normalized_shape, eps, asked, backend
-                        tell(bound, own, recorded, arguments_of)
-                    return made
+                        tell(bound, bound_eps, recorded, arguments_of)
+                    return results
     if known is None and arguments.is_sequence(OPS[op], tensors):
         tensors = arguments.spread(OPS[op], tensors)
         return call(op, tensors, normalized_shape, eps, asked, backend)
@@ -113,30 +112,30 @@ def checked(
     """The same after checks, and remembered where an implementation is called directly."""
     if overrides.has_nested(tensors):
         return overrides.of_jagged(call, op, tensors, normalized_shape, eps, asked, backend)
-    eps = arguments.without_tensor(eps)
+    eps = without_tensor(eps)
     options = arguments.check(op, tensors, normalized_shape, eps, asked, backend)
     cast, dims = tensors, len(normalized_shape)
     if tensors[0].is_cuda and _autocast():
         cast = library.autocast_tensors(op, tensors)
-    each = eps_of(op, tensors, eps)
-    own = each if op.calls else each[0]
+    eps_of_norms = eps_of(op, tensors, eps)
+    bound_eps = eps_of_norms if op.calls else eps_of_norms[0]
     recorded = call_needs_grad(op, cast)
     if op.quantized:
         _refuse_quantized(op, cast)
         if recorded:
             refuse_gradient(op, options)
     if is_direct(cast):
-        if op.rotated and arguments.check_values(tensors[op.roles.index("positions")], tensors[1]):
+        if op.rotated and arguments.check_values(op.by_role(tensors)):
             known = None  # so that the next call is checked
         bound = bound_of(op, cast, options, backend)
         if known is not None and all(a is b for a, b in zip(cast, tensors, strict=True)):
-            remember(known, op, tensors, dims, own, bound)
+            remember(known, op, tensors, dims, bound_eps, bound)
         if recorded:
-            return apply((own, bound, bound.training), *cast)
-        return bound.inference(cast, own)
+            return apply((bound_eps, bound, bound.training), *cast)
+        return bound.inference(cast, bound_eps)
     # What torch.jit traces may be called with and without gradients.
     save = recorded or torch.jit.is_tracing()
-    called = library.Called(op, cast, options, each, save, backend)
+    called = library.Called(op, cast, options, eps_of_norms, save, backend)
     if in_onnx_export():
         return called.present(called.formula())
     if is_transformed(cast):
@@ -144,12 +143,12 @@ def checked(
         if not is_compiling():
             specs = specs_of(op, options, *kinds_of(op, cast, options[0]))
             device = device_of(x.device.type, x.get_device())
-        select_transformed(op.name, specs, device, backend)
+        select_reference(op.name, specs, device, backend, TRANSFORMED)
         return called.formula()
-    if not op.quantized and split.is_cut(cast[0], dims):
-        return split.of_op(op, cast, options, dims, each, backend)
-    made = getattr(torch.ops.tilenorm, op.name)(*cast, *options, *each, save, backend)
-    return called.present(made)
+    if not op.quantized and has_sharded_rows(cast[0], dims):
+        return of_sharded_rows(op, cast, options, dims, eps_of_norms, backend)
+    arguments_of_op = *cast, *options, *eps_of_norms, save, backend
+    return called.present(getattr(torch.ops.tilenorm, op.name)(*arguments_of_op))
 
 
 def _refuse_quantized(op: Op, tensors: tuple) -> None:
@@ -173,7 +172,7 @@ def eps_of(op: Op, tensors: Sequence, eps: float | None) -> tuple[float, ...]:
     if eps is not None:
         return (float(eps),) * len(op.stages)
     by_name = op.named(tensors)
-    statistics = {port.name: port.like.split() for port in op.makes if port.lies == "number"}
+    statistics = {port.name: port.like.split() for port in op.makes if port.number}
     read = [statistics[stage.ports["rstd"]] for stage in op.stages]
     return tuple([arguments.default_eps(*[by_name[name] for name in names]) for names in read])
 
@@ -212,35 +211,36 @@ def remember(known: list[Known], op: Op, tensors: tuple, dims: int, eps: Any, bo
     """
     if TensorGuards is None:
         return
-    there = [(port, t) for port, t in zip(op.takes, tensors, strict=True) if t is not None]
-    if any(t.requires_grad and not port.grad for port, t in there):
+    present = [(port, t) for port, t in zip(op.takes, tensors, strict=True) if t is not None]
+    if any(t.requires_grad and not port.grad for port, t in present):
         return  # it is refused where gradients are recorded
-    given, x, hidden = [t for _, t in there], tensors[0], bound.options[0]
-    fixed = max(dims, *(t.dim() for port, t in there if port.lies in ("affine", "vector")), 0)
-    if any(port.lies in ("group", "table") for port in op.takes):  # every size has to fit others
-        fixed = max(t.dim() for t in given)
-    sizes = [[*[None] * (t.dim() - fixed), *t.shape[-fixed:]] for t in given]
-    check = _guard_of(given, sizes)
-    if not check(*given):
+    guarded, x, hidden = [t for _, t in present], tensors[0], bound.options[0]
+    fixed = max(dims, *(t.dim() for port, t in present if port.parameter), 0)
+    if any(port.dims in ("g n", "t? r") for port in op.takes):  # every size has to fit others
+        fixed = max(t.dim() for t in guarded)
+    sizes = [[*[None] * (t.dim() - fixed), *t.shape[-fixed:]] for t in guarded]
+    check = _guard_of(guarded, sizes)
+    if not check(*guarded):
         return
-    recorded = any(t.requires_grad for port, t in there if port.grad)
-    rows = [i for i, port in enumerate(op.takes) if port.lies in ("rows", "mask")]
+    recorded = any(t.requires_grad for port, t in present if port.grad)
+    rows = [i for i, port in enumerate(op.takes) if port.dims == "... n"]
     places = tuple([i for i in rows[1:] if tensors[i] is not None])
     how = _index_of(x), MAX_ROWS * hidden, places, eps, recorded, bound
     known.insert(0, Known(check, *how))
     del known[MOST_GUARDS:]
 
 
-def _guard_of(given: list[Tensor], sizes: list) -> Callable[..., bool]:
-    """A function that compares other tensors with the given ones. TensorGuards takes no tensor
+def _guard_of(guarded: list[Tensor], sizes: list) -> Callable[..., bool]:
+    """A function that compares other tensors with these. TensorGuards takes no tensor
     twice, so that the function gives it each tensor once.
     """
-    numbers = [next(i for i, t in enumerate(given) if t is tensor) for tensor in given]
+    numbers = [next(i for i, t in enumerate(guarded) if t is tensor) for tensor in guarded]
     once = sorted(set(numbers))
-    tensors, fixed = [given[i] for i in once], [sizes[i] for i in once]
+    tensors = [guarded[i] for i in once]
+    fixed = [sizes[i] for i in once]
     free = [[None] * t.dim() for t in tensors]
     check = TensorGuards(*tensors, dynamic_dims_sizes=fixed, dynamic_dims_strides=free).check
-    if len(once) == len(given):
+    if len(once) == len(guarded):
         return check
     first = itemgetter(slice(1)) if len(once) == 1 else itemgetter(*once)
 

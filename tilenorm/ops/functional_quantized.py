@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .call import call
-from .quantize import QuantizedNorm
+from .passes.quantize import QuantizedNorm
 
 E4M3 = torch.float8_e4m3fn
 
@@ -82,8 +82,8 @@ def rms_norm_quantized(
     """
     tensors = input, weight, bias, scale
     asked = offset, rounding, scaling, dtype, power_of_2, layout, return_output, return_amax
-    made = call("rms_norm_quantized", tensors, normalized_shape, eps, asked, backend)
-    return QuantizedNorm.of(made, scale, None)
+    results = call("rms_norm_quantized", tensors, normalized_shape, eps, asked, backend)
+    return QuantizedNorm.of("rms_norm_quantized", results, scale)
 
 
 def layer_norm_quantized(
@@ -112,8 +112,8 @@ def layer_norm_quantized(
     """
     tensors = input, weight, bias, scale
     asked = offset, rounding, scaling, dtype, power_of_2, layout, return_output, return_amax
-    made = call("layer_norm_quantized", tensors, normalized_shape, eps, asked, backend)
-    return QuantizedNorm.of(made, scale, None)
+    results = call("layer_norm_quantized", tensors, normalized_shape, eps, asked, backend)
+    return QuantizedNorm.of("layer_norm_quantized", results, scale)
 
 
 def add_rms_norm_quantized(
@@ -145,8 +145,8 @@ def add_rms_norm_quantized(
     """
     tensors = input, residual, weight, bias, None, scale
     asked = offset, rounding, scaling, dtype, power_of_2, layout, return_output, return_amax
-    made = call("add_rms_norm_quantized", tensors, normalized_shape, eps, asked, backend)
-    return QuantizedNorm.of(made, scale, made[4])
+    results = call("add_rms_norm_quantized", tensors, normalized_shape, eps, asked, backend)
+    return QuantizedNorm.of("add_rms_norm_quantized", results, scale)
 
 
 def add_layer_norm_quantized(
@@ -177,5 +177,5 @@ def add_layer_norm_quantized(
     """
     tensors = input, residual, weight, bias, None, scale
     asked = offset, rounding, scaling, dtype, power_of_2, layout, return_output, return_amax
-    made = call("add_layer_norm_quantized", tensors, normalized_shape, eps, asked, backend)
-    return QuantizedNorm.of(made, scale, made[4])
+    results = call("add_layer_norm_quantized", tensors, normalized_shape, eps, asked, backend)
+    return QuantizedNorm.of("add_layer_norm_quantized", results, scale)

@@ -4,6 +4,7 @@ Both are done with before anything is looked up or checked, as in PyTorch's own 
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,9 +12,16 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function
 
-from ..table import FACTORS, NOT_OF_ROWS, OPS, Op
+from ..row import Op
+from ..table import ADDEND, BRANCH_PORTS, OPS
 from . import arguments
-from .torch_private import ragged_dimension
+from .pytorch.torch_private import ragged_dimension
+
+
+@cache
+def public_functions() -> dict[str, Callable]:
+    """The public function of each op, which ops/__init__.py enters here."""
+    return {}
 
 
 class Whole:
@@ -26,38 +34,39 @@ class Whole:
         return self._returned
 
 
-def overridden(name: str, tensors, normalized_shape, eps, asked, backend):
+def overridden(checked: Callable, name: str, tensors, normalized_shape, eps, asked, backend) -> Any:
     """What the arguments' __torch_function__, or a mode, makes of the public function's call.
+
+    checked: serves the calls that no argument sees as that of a function.
 
     Each gets the function with the needed tensors and normalized_shape by position, and every other
     argument by name. What a quantised norm returns is no tensor, so that such a call goes on, and
     each sees the op.
     """
-    from . import call, functional  # which import this module
-
     op = OPS[name]
     if arguments.is_sequence(op, tensors):
         tensors = arguments.spread(op, tensors)
     if op.quantized or has_nested(tensors):
-        return call.checked(op, tensors, normalized_shape, eps, asked, backend)
-    given = op.named(tensors)
-    if given.get("addend") is not None:
-        given["residual"] = (given["addend"], given["residual"])
-    first = [port for port in op.takes if port.needed and port.lies == "rows"]
-    rows = [given[port.name] for port in first]
-    optional = [port for port in op.takes if port not in first and port.name != "addend"]
-    by_name = {
-        port.argument: given[port.name]
-        for port in optional
-        if port.lies == "affine" or given[port.name] is not None
-    }
+        return checked(op, tensors, normalized_shape, eps, asked, backend)
+    by_port = op.named(tensors)
+    if by_port.get("addend") is not None:
+        by_port["residual"] = (by_port["addend"], by_port["residual"])
+    rows = [port for port in op.takes if port.needed and port.dims == "... n"]
+    by_name = {}
+    for port in op.takes:
+        # A weight and a bias are told of also where they are absent, as by PyTorch's own functions.
+        affine = port.parameter and port not in BRANCH_PORTS
+        if port not in (*rows, ADDEND) and (affine or by_port[port.name] is not None):
+            by_name[port.argument] = by_port[port.name]
     options = dict(zip(op.options, asked, strict=True))
-    if by_name.keys().isdisjoint(FACTORS) and options.get("dropout_scale") == 1:
+    branches = {port.argument for port in BRANCH_PORTS}
+    if by_name.keys().isdisjoint(branches) and options.get("dropout_scale") == 1:
         del options["dropout_scale"]
     by_name |= {"eps": eps, "backend": backend} | options
     relevant = [t for t in tensors if t is not None]
-    function: Callable = getattr(functional, name)
-    return Whole(handle_torch_function(function, relevant, *rows, normalized_shape, **by_name))
+    public = public_functions()[name]
+    by_position = [by_port[port.name] for port in rows]
+    return Whole(handle_torch_function(public, relevant, *by_position, normalized_shape, **by_name))
 
 
 def has_nested(tensors: Sequence[Tensor | None]) -> bool:
@@ -66,13 +75,13 @@ def has_nested(tensors: Sequence[Tensor | None]) -> bool:
 
 def of_jagged(call: Callable, op: Op, tensors, normalized_shape, eps, asked, backend):
     """The norm of nested tensors: that of their values, whose rows are rows like any others."""
-    if op.quantized or op.name in NOT_OF_ROWS:
+    if not op.of_rows:
         raise NotImplementedError(f"{op.name}: argument 'input' takes no nested tensor, got one")
     ragged = _check_jagged(op, tensors, normalized_shape)
     values = tuple([t.values() if has_nested((t,)) else t for t in tensors])
-    made = call(op.name, values, normalized_shape, eps, asked, backend)
+    results = call(op.name, values, normalized_shape, eps, asked, backend)
     nested, how = torch.nested.nested_tensor_from_jagged, (tensors[0].offsets(), None, ragged)
-    return tuple([r if r is None else nested(r, *how) for r in made[: op.shown]])
+    return tuple([r if r is None else nested(r, *how) for r in results[: op.shown]])
 
 
 def _same_sizes(a: Any, b: Any) -> bool:
@@ -92,12 +101,11 @@ def _same_sizes(a: Any, b: Any) -> bool:
 def _check_jagged(op: Op, tensors: Sequence, normalized_shape) -> int:
     """The ragged dimension of the input, where values can stand for the nested tensors."""
     input: Any = tensors[0]
-    there = [(p, t) for p, t in zip(op.takes, tensors, strict=True) if isinstance(t, Tensor)]
-    with_rows = ("rows", "mask")
-    for port, given in sorted(there, key=lambda each: each[0].lies in with_rows):
-        tensor: Any = given
+    present = [(p, t) for p, t in zip(op.takes, tensors, strict=True) if isinstance(t, Tensor)]
+    for port, t in sorted(present, key=lambda pair: not pair[0].parameter):
+        tensor: Any = t
         got = f"{op.name}: argument {port.argument!r} takes"
-        if port.lies not in with_rows:
+        if port.parameter:
             if tensor.is_nested:
                 raise RuntimeError(f"{got} no nested tensor, got one")
             continue
@@ -113,7 +121,7 @@ def _check_jagged(op: Op, tensors: Sequence, normalized_shape) -> int:
     ragged = ragged_dimension(input)
     within = input.dim() - ragged - 1
     sizes = len(normalized_shape) if isinstance(normalized_shape, (tuple, list)) else 0
-    parameters = [t.dim() for port, t in there if port.lies not in with_rows]
+    parameters = [t.dim() for port, t in present if port.parameter]
     if max(sizes, *parameters, 0) > within:
         raise ValueError(
             f"{op.name}: argument 'normalized_shape' takes dimensions after the ragged one of a"

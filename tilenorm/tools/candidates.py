@@ -22,7 +22,7 @@ from ..launch.config import (
 from ..launch.target import REGISTERS, Target
 from ..launch.user_table import Key
 from ..spec import SHARED_FROM, NormSpec
-from .explain import title
+from .specs import title
 
 # Bytes that a thread may spill. One in eight of the configurations shipped for the H200 spills,
 # because no configuration without spills is as fast. Most of them spill less than this.
@@ -120,7 +120,10 @@ class Search:
         else:
             tried = chain(_backward(spec), _backward_chunks(spec, target))
         served = Served(spec.hidden, spec.widest_item, spec.aligned, target)
-        return [config for config in dict.fromkeys(tried) if not config.refusal(served)]
+        served_by = [config for config in dict.fromkeys(tried) if not config.refusal(served)]
+        # Tuning changes no bits: another order would be passed over.
+        needs = self.needs
+        return [c for c in served_by if heuristics.keeps_order(spec, needs, c)]
 
 
 def explicit(config: Config, hidden: int) -> Config:

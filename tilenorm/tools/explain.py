@@ -10,15 +10,14 @@ import torch
 from ..launch import heuristics
 from ..launch.calls import Sizes, constants_of, every_gradient
 from ..launch.config import Hints
-from ..launch.scales import Scales
 from ..launch.target import Target
 from ..ops import arguments, functional, functional_quantized
-from ..ops.bound import specs_of_tensors
-from ..ops.registry import MIN_DRIVER, Device, device_of, refusals, requested_backend
-from ..spec import ITEM_BYTES, NormSpec
-from ..table import OPS, Op
-
-HEADS = 32, 8  # of the input and of the key
+from ..ops.passes.bound import specs_of_tensors
+from ..ops.passes.registry import MIN_DRIVER, Device, device_of, refusals, requested_backend
+from ..row import Op
+from ..spec import NormSpec
+from ..table import MOD_SCALE, OPS
+from .specs import moved_bytes, options_of
 
 
 @dataclass(frozen=True)
@@ -80,8 +79,8 @@ class Explanation:
             lines.append(f"  {name}: {moved:,} bytes{chosen}")
             for step in steps:
                 hints, constants = (
-                    " ".join(f"{k}={v}" for k, v in given.items())
-                    for given in (step.hints, step.constants)
+                    " ".join(f"{k}={v}" for k, v in values.items())
+                    for values in (step.hints, step.constants)
                 )
                 lines.append(f"    {step.kernel} grid {step.grid} hints {hints or 'none'}")
                 lines.append(f"      {constants}")
@@ -101,21 +100,23 @@ def explain(op: str, *args, **kwargs) -> Explanation | ChainExplanation:
     module = functional_quantized if row.quantized else functional
     bound = inspect.signature(getattr(module, op)).bind(*args, **kwargs)
     bound.apply_defaults()
-    given = bound.arguments
+    arguments_of_call = bound.arguments
     if row.rotated:
-        _heads_last(given)
-    tensors = tuple([given.get(port.argument) for port in row.takes])
+        _heads_last(arguments_of_call)
+    tensors = tuple([arguments_of_call.get(port.argument) for port in row.takes])
     if arguments.is_sequence(row, tensors):
         tensors = arguments.spread(row, tensors)
-    asked = tuple([given[name] for name in row.options])
+    asked = tuple([arguments_of_call[name] for name in row.options])
     shape, eps, backend, input = (
-        given[name] for name in ("normalized_shape", "eps", "backend", "input")
+        arguments_of_call[name] for name in ("normalized_shape", "eps", "backend", "input")
     )
     options = arguments.check(row, tensors, shape, eps, asked, backend)
     what, sizes = specs_of_tensors(row, tensors, options), _sizes(row, tensors)
+    scale = row.by_role(tensors).get(MOD_SCALE.role)
+    groups = scale.numel() // options[0] if scale is not None and options[0] else 0
     rows = input.numel() // options[0] if options[0] else 0
     device = device_of(input.device.type, input.device.index)
-    norms = [explain_spec(spec, rows, device, backend, sizes=sizes) for spec in what.specs]
+    norms = [explain_spec(spec, rows, device, backend, 1, sizes, groups) for spec in what.specs]
     print(*norms, sep="\n")
     if not row.calls:
         return norms[0]
@@ -128,19 +129,22 @@ def explain(op: str, *args, **kwargs) -> Explanation | ChainExplanation:
     return ChainExplanation(norms[0], norms[1], refused)
 
 
-def _heads_last(given: dict) -> None:
+def _heads_last(arguments_of_call: dict) -> None:
     """Make what the function of rotated heads is given that which its op takes."""
-    if given["output_heads_first"] is None:
-        given["output_heads_first"] = given["heads_first"]
-    if given["heads_first"]:
-        given |= {name: arguments.heads_last(name, given[name]) for name in ("input", "key")}
+    if arguments_of_call["output_heads_first"] is None:
+        arguments_of_call["output_heads_first"] = arguments_of_call["heads_first"]
+    if arguments_of_call["heads_first"]:
+        arguments_of_call |= {
+            name: arguments.heads_last(name, arguments_of_call[name]) for name in ("input", "key")
+        }
 
 
 def _sizes(row: Op, tensors: tuple) -> Sizes | None:
     if not row.rotated:
         return None
-    *tokens, heads, _ = tensors[0].shape
-    key = tensors[row.roles.index("key")]
+    tensors_by_role = row.by_role(tensors)
+    *tokens, heads, _ = tensors_by_role["x"].shape
+    key = tensors_by_role["key"]
     return Sizes(math.prod(tokens[:-1]), tokens[-1], heads, 0 if key is None else key.shape[-2])
 
 
@@ -151,11 +155,12 @@ def explain_spec(
     backend: str | None = None,
     terms: int = 1,
     sizes: Sizes | None = None,
+    groups: int = 0,
 ) -> Explanation:
     """Explain how a spec would be served on a device, which need not be in this machine.
 
     terms: how many tensors make up dy. sizes: of heads that are rotated; None for those of
-    sizes_of.
+    sizes_of. groups: of modulated rows.
     """
     backend = backend or requested_backend()
     reasons = refusals(spec, rows, device)
@@ -170,7 +175,7 @@ def explain_spec(
     if chosen == "cutile" and rows:
         passes = _passes(spec, rows, device.target, terms, sizes)
     steps, sources = zip(*passes, strict=True)
-    moved = moved_bytes(spec, rows, terms, sizes)
+    moved = moved_bytes(spec, rows, terms, sizes, groups)
     return Explanation(spec, rows, device, chosen, refused, *steps, *sources, *moved, terms)
 
 
@@ -198,95 +203,6 @@ def _steps(calls) -> tuple[Step, ...]:
         hints = Hints(options.occupancy, options.num_worker_warps).given()
         steps.append(Step(kernel._pyfunc.__name__, grid, hints, constants_of(kernel, values)))
     return tuple(steps)
-
-
-def moved_bytes(
-    spec: NormSpec, rows: int, terms: int = 1, sizes: Sizes | None = None
-) -> tuple[int, int]:
-    """Bytes that the mathematics moves, (forward, backward): each input and output once.
-
-    terms: how many tensors make up dy. What lies by group is left out: a spec has no number of
-    groups. sizes: of heads that are rotated.
-    """
-    if spec.rotation:
-        return _rotated_bytes(spec, sizes or sizes_of(spec, rows))
-    x, residual, gate, weight, bias, addend, skip, mask, factor, *_ = (
-        ITEM_BYTES[dtype] if dtype else 0 for dtype in spec.dtypes
-    )
-    how, heads = spec.quantized, spec.heads or 1
-    matrix, vector = rows * spec.hidden, spec.hidden * heads
-    y = skip or (x if spec.differentiable else 0)
-    # Added up: x, y and q; residual and sum; gate; addend; skip; mask.
-    forward = matrix * (x + y + bool(how) + 2 * residual + gate + addend + skip + mask)
-    forward += vector * (weight + bias) + spec.hidden * factor
-    if how:
-        scales = Scales.of(how, spec.hidden, rows)
-        item = 4 if scales.dtype == "float32" else 1
-        forward += (math.prod(scales.shape) - scales.padding) * item
-    if not spec.differentiable:
-        return forward, 0
-    # Added up: dy and dx; the saved x, or the sum with its gradient (and the residual's gradient
-    # if the residual has another dtype, or x is masked or scaled); the gate and its gradient; mask.
-    apart = spec.residual is not None and not spec.shares_dx
-    saved = (2 + apart) * residual if residual else x
-    saved += x if spec.mod_gate else 0  # the input, which a gate by group multiplied
-    backward = matrix * (x + terms * y + saved + 2 * gate + mask) + spec.hidden * factor
-    kept = weight + (bias if spec.gate and not spec.gate_first else 0)
-    return forward, backward + vector * (kept + weight + bias)
-
-
-def _rotated_bytes(spec: NormSpec, sizes: Sizes) -> tuple[int, int]:
-    """The same of heads that are rotated. All sequences share the tables' rows."""
-    how, x = spec.rotation, ITEM_BYTES[spec.dtype]
-    tokens = sizes.batch * sizes.tokens
-    heads = tokens * (sizes.heads + sizes.key_heads) * how.head
-    tables = 2 * sizes.tokens * (how.dim if how.full else how.dim // 2) * ITEM_BYTES[how.table]
-    tables += tokens * {"int32": 4, "int64": 8}.get(how.positions or "", 0)
-    each = (spec.weight, spec.hidden), (spec.key_weight, spec.key_hidden or spec.hidden)
-    weights = sum(ITEM_BYTES[dtype] * count for dtype, count in each if dtype)
-    return 2 * x * heads + tables + weights, 3 * x * heads + tables + 2 * weights
-
-
-def token_rows(spec: NormSpec) -> int:
-    """How many rows a token has, each of which is normalised by itself."""
-    return HEADS[0] if spec.rotation and not spec.by_token else spec.heads or 1
-
-
-def sizes_of(spec: NormSpec, rows: int) -> Sizes:
-    """Of a call of rotated heads whose input has about so many rows, in one sequence. Where a norm
-    spans one head, a token has those of HEADS.
-    """
-    heads, keys = HEADS
-    if spec.by_token:
-        heads, keys = spec.hidden // spec.rotation.head, spec.key_hidden // spec.rotation.head
-    return Sizes(1, max(1, rows // token_rows(spec)), heads, keys if spec.key else 0)
-
-
-def options_of(spec: NormSpec, terms: int = 1) -> str:
-    """The fields of a spec besides op, size and dtype, as text. terms: of dy."""
-    place = "before" if spec.gate_first else "after"
-    by_gate = f" gate {spec.mod_gate}" if spec.mod_gate else ""
-    further = (
-        (spec.heads, f"{spec.heads} heads"),
-        (spec.residual, f"residual {spec.residual}"),
-        (spec.addend, f"another residual {spec.addend}"),
-        (spec.dropout_mask, f"input masked, times {spec.dropout_scale:g}"),
-        (spec.layer_scale, f"layer scale {spec.layer_scale}"),
-        (spec.rotation, spec.rotation and spec.rotation.label),
-        (spec.key, f"key weight {spec.key_weight}"),
-        (spec.modulated, f"modulation scale {spec.mod_scale} shift {spec.mod_shift}{by_gate}"),
-        (spec.skip, f"residual {spec.skip} after the norm"),
-        (spec.gate, f"gate {spec.gate} {place} the norm, activation {spec.activation}"),
-        (spec.quantized, spec.quantized and spec.quantized.label),
-        (spec.rounding != "late", f"rounding {spec.rounding}"),
-        (terms > 1, f"{terms} terms of dy"),
-    )
-    parts = [f"weight {spec.weight}", f"bias {spec.bias}", f"offset {spec.offset:g}"]
-    return ", ".join([*parts, *(text for given, text in further if given)])
-
-
-def title(spec: NormSpec, terms: int = 1) -> str:
-    return f"{spec.op} {spec.hidden} {spec.dtype} ({options_of(spec, terms)})"
 
 
 def planned_device(arch: str) -> Device:

@@ -12,7 +12,7 @@ from ..launch.target import Target
 from ..launch.toolchain import cuda_tile_missing, package_version
 from ..launch.tuned.rules import VERSIONS
 from ..launch.tuned.tables import TABLES
-from ..ops.registry import device_of, refusals
+from ..ops.passes.registry import device_of, refusals
 from ..settings import settings
 from ..spec import NormSpec
 

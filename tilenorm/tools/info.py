@@ -20,9 +20,9 @@ from ..launch.toolchain import (
     driver_version,
     package_version,
 )
-from ..ops import native
-from ..ops.registry import Device, device_of, record_failure, refusals
-from ..ops.torch_private import rms_norm_of_torch
+from ..ops.passes import native
+from ..ops.passes.registry import Device, device_of, record_failure, refusals
+from ..ops.pytorch.torch_private import rms_norm_of_torch
 from ..spec import NormSpec
 from ..table import NORMS, NOT_OF_ROWS, ROTATED_NORMS
 from .fingerprint import fingerprint, other_compiler

@@ -5,7 +5,7 @@ from itertools import product
 from pathlib import Path
 
 from ..launch.toolchain import cache_problem
-from ..ops.registry import DTYPES, Device, refusals
+from ..ops.passes.registry import DTYPES, Device, refusals
 from ..spec import FP8, GROUPS, LAYOUTS, MAX_TERMS, NormSpec, Quantization, Rotation
 from ..table import (
     MODULATED_NORMS,
@@ -198,7 +198,6 @@ def add_terms(command: argparse.ArgumentParser) -> None:
 
 def add_calls(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("--pieces", action="store_true", help="N is what each process holds of a cut row")
     several = {"type": int, "nargs": "*", "choices": TERMS, "default": [1], "metavar": "K"}
     add("--terms", **several, help="terms of dy, for a compiled step; without K: 1 2 3")
     add("--output", action="store_true", help="also gradients that write y once more")

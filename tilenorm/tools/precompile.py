@@ -1,6 +1,6 @@
 """Compiles the calls of plans into cuTile's cache, for any architecture, without a GPU.
 
-The calls are recorded from the bound calls of ops/cutile.py, which get tensors without memory.
+The calls are recorded from the passes of ops/passes/cutile.py, which get tensors without memory.
 """
 
 import os
@@ -11,6 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise, product
+from math import prod
 from multiprocessing import get_context
 from typing import Any
 
@@ -29,18 +30,15 @@ from torch import Tensor
 from ..launch.calls import Call, Needs, Sizes, bound, every_gradient
 from ..launch.plan import BackwardPlan, ForwardPlan, GroupedPlan, plan_backward, plan_forward
 from ..launch.rope import RopeBackwardPlan, RopeForwardPlan
-from ..launch.split import plan_grad_apply
 from ..launch.target import Target
 from ..launch.toolchain import cache_problem
 from ..launch.tuned import rules
 from ..launch.user_table import TableWarning
-from ..ops import cutile
-from ..ops.split import cutile as split
-from ..ops.split.library import KINDS
+from ..ops.passes import cutile, dims, ports
+from ..row import Port
 from ..spec import NormSpec
-from ..table import LIES, OPS
 from .cubin import Resources, resources
-from .explain import sizes_of, title
+from .specs import sizes_of, title
 
 Plan = ForwardPlan | BackwardPlan | RopeForwardPlan | RopeBackwardPlan
 EPS = 1e-6
@@ -58,96 +56,34 @@ def arguments(
     spec: NormSpec,
     needs: Needs | None,
     rows: int,
-    made: Callable[..., Tensor],
+    make: Callable[..., Tensor],
     groups: int = 1,
     sizes: Sizes | None = None,
 ) -> tuple[Any, ...]:
     """What a bound call takes. needs: of a backward pass; None is a forward pass.
 
-    made: returns a contiguous tensor, given its dtype and its shape. groups: of modulated rows.
+    make: returns a contiguous tensor, given its dtype and its shape. groups: of modulated rows.
     sizes: of heads that are rotated; None for those of sizes_of.
     """
-    roles = OPS[spec.op].roles
-    if spec.rotation:
-        shapes = _rotated_shapes(spec, sizes or sizes_of(spec, rows))
-    else:
-        lead = (rows // spec.heads, spec.heads) if spec.heads else (rows,)
-        matrix, affine = (*lead, spec.hidden), (*lead[1:], spec.hidden)
-        lies = {"rows": matrix, "mask": matrix, "affine": affine, "vector": (spec.hidden,)}
-        lies |= {"scalar": (1,), "number": (rows,), "group": (groups, spec.hidden)}
-        shapes = {role: lies[LIES[role]] for role in (*roles, *spec.kept)}
-        shapes |= {"dy": matrix, "dsum": matrix}
-    dtypes = {role: spec.dtype_of(role) for role in shapes}
-    if needs is None:
-        given = spec.quantized and spec.quantized.scaling == "tensor"
-        dtypes["given_scale"] = "float32" if given else None
-        return tuple([made(dtypes[r], *shapes[r]) if dtypes[r] else None for r in roles]), EPS
-    total, dy = spec.residual or spec.dtype, spec.skip or spec.dtype
-    dtypes |= {"x": total, "input": spec.dtype}
-    dtypes |= dict.fromkeys(("mean", "rstd", "key_rstd"), "float32")
-    saved = [made(dtypes[role], *shapes[role]) for role in spec.kept]
-    first, *more = (made(dy, *shapes["dy"]) for _ in range(needs.terms))
-    dsum = made(total, *shapes["dsum"]) if needs.dsum else None
-    return (first, dsum, *saved, *more), EPS
+    heads = sizes or (sizes_of(spec, rows) if spec.rotation else None)
+    planned = dims.planned(spec, rows, groups, heads)
+    swapped = spec.rotation is not None and spec.rotation.heads_first
+    tensors = ports.taken(spec) if needs is None else ports.read(spec, needs)
 
+    def tensor(port: Port, dtype: str | None) -> Tensor | None:
+        shape = dims.shape(port, planned, swapped)
+        if port.number:  # as a forward pass returns them
+            shape = (prod(shape),)
+        return None if dtype is None else make(dtype, *shape)
 
-def _rotated_shapes(spec: NormSpec, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    """The shapes of heads that are rotated. Tables have a row for each token of a sequence, and the
-    gradient of the key stands where other norms have that of the sum.
-    """
-    how, (batch, tokens, *_) = spec.rotation, sizes
-    columns = how.dim if how.full else how.dim // 2
-    shapes = {"positions": (batch, tokens), "cos": (tokens, columns), "sin": (tokens, columns)}
-    for key, x, dy, heads in (
-        ("", "x", "dy", sizes.heads),
-        ("key_", "key", "dsum", sizes.key_heads),
-    ):
-        shapes[x] = batch, tokens, heads, how.head
-        shapes[dy] = (batch, heads, tokens, how.head) if how.heads_first else shapes[x]
-        shapes[f"{key}rstd"] = (batch, tokens) if spec.by_token else (batch, tokens, heads)
-        shapes[f"{key}weight"] = (heads, how.head) if spec.by_token else (how.head,)
-    return shapes
+    return tuple([tensor(port, dtype) for port, dtype in tensors]), EPS
 
 
 def calls_of(plan: Plan, rows: int, groups: int = 1, sizes: Sizes | None = None) -> list[Call]:
     """The calls of a plan for contiguous tensors without memory. groups, sizes: as of arguments."""
     needs = getattr(plan, "needs", None)
-    given = arguments(plan.spec, needs, rows, _without_memory, groups, sizes)
-    return _recorded(lambda run: cutile.bind(plan, run)(*given))
-
-
-def piece_calls(spec: NormSpec, target: Target, rows: int) -> list[Call]:
-    """Every call of inference and of a training step whose rows are in pieces of spec.hidden. Other
-    operations do what only whole rows have.
-    """
-    spec = spec.without_joins
-    needs, op = every_gradient(spec), OPS[spec.op]
-    tensors, _ = arguments(spec, None, rows, _without_memory)
-    given = dict(zip(op.roles, tensors, strict=True))
-    x, residual, gate, *affine = map(given.get, ("x", "residual", "gate", "weight", "bias"))
-    (dy, dsum, *_), _ = arguments(spec, needs, rows, _without_memory)
-    last = *spec.options._replace(hidden=2 * spec.hidden), 1
-
-    def step(run: cutile.Run) -> None:
-        def made(name: str, *arguments: Any) -> tuple:
-            call = KINDS[name](arguments)
-            of = call.of_piece()
-            return split.piece(name, of, target, call.read(of), run)
-
-        before = gate if spec.gate_first else None
-        part, own, total = made("row_sums", x, residual, before, *last)
-        centered = None
-        if spec.norm == "layer":
-            (centered,) = made("row_center", x, part, own, *last)
-        rows = x if total is None else total
-        apply = rows, gate, *affine, part, centered, *last, EPS, x.dtype
-        made("row_apply", *apply, False)
-        _, mean, rstd = made("row_apply", *apply, True)
-        (dots,) = made("grad_sums", dy, rows, gate, affine[0], mean, rstd, *last)
-        read = dy, dsum, rows, gate, *affine, mean, rstd, dots
-        made("grad_apply", *read, *last, residual is not None, list(needs.gradients))
-
-    return _recorded(step)
+    tensors = arguments(plan.spec, needs, rows, _without_memory, groups, sizes)
+    return _recorded(lambda run: cutile.bind(plan, run)(*tensors))
 
 
 def _without_memory(dtype: str, *shape: int) -> Tensor:
@@ -183,17 +119,11 @@ def training_calls(
     for needs in asked:
         plan = plan_backward(spec, target, needs)
         for size in _size_classes(spec, training, plan):
-            for made in (inference, training, plan) if spec.differentiable else (inference,):
-                calls += calls_of(made, *size)
+            for plan_of_pass in (
+                (inference, training, plan) if spec.differentiable else (inference,)
+            ):
+                calls += calls_of(plan_of_pass, *size)
     return _distinct(calls)
-
-
-def piece_training_calls(spec: NormSpec, target: Target) -> list[Call]:
-    """The same for rows of which a process holds spec.hidden columns."""
-    forward = plan_forward(spec, target, True)
-    backward = plan_grad_apply(spec, target, every_gradient(spec))
-    rows = _size_classes(spec, forward, backward)
-    return _distinct([call for (count,) in rows for call in piece_calls(spec, target, count)])
 
 
 def _distinct(calls: list[Call]) -> list[Call]:
@@ -243,7 +173,7 @@ def precompile(
     calls: Callable[[NormSpec, Target], list[Call]] = training_calls,
 ) -> Iterator[list[Compiled]]:
     """Compile the calls of each spec into cuTile's cache, on all cores. calls: training_calls, also
-    with its options bound, or piece_training_calls.
+    with its options bound.
 
     Raises CompileError when a kernel does not compile, RuntimeError when nothing would be kept.
     """
@@ -307,15 +237,15 @@ def compile_call(call: Call, arch: str) -> Compiled:
     seconds = time.perf_counter() - start
     options = call.kernel._compiler_options
     hints = f"occupancy={options.occupancy} worker_warps={options.num_worker_warps}"
-    found = vars(resources(cubin))
-    return Compiled(kernel=call.kernel._pyfunc.__name__, hints=hints, seconds=seconds, **found)
+    used = vars(resources(cubin))
+    return Compiled(kernel=call.kernel._pyfunc.__name__, hints=hints, seconds=seconds, **used)
 
 
 def cubin_of(call: Call, arch: str) -> bytes:
     """The machine code of a call for an architecture, from cuTile's cache if it is there."""
     capability = divmod(int(arch.removeprefix("sm_")), 10)
-    made = signature(call.kernel, call.arguments)
-    cubin, *_ = call.kernel._compile(made, default_tile_context, capability)
+    named = signature(call.kernel, call.arguments)
+    cubin, *_ = call.kernel._compile(named, default_tile_context, capability)
     return cubin
 
 

@@ -14,17 +14,15 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..launch import user_table
+from ..launch import forced, user_table
 from ..launch.config import Config
-from ..launch.plan import ForwardPlan, backward_kind, backward_spec
-from ..launch.rope import RopeForwardPlan
+from ..launch.plan import plan_backward, plan_forward
 from ..launch.target import REGISTERS, Target
 from ..launch.toolchain import CompileError, driver_release
 from ..launch.user_table import Entry
-from ..ops import cutile, reference
+from ..ops.passes import cutile, reference
 from ..spec import NormSpec
 from .candidates import MOST_SPILLED, Search, written
-from .explain import moved_bytes, options_of, token_rows
 from .precompile import (
     RESOURCES,
     Compiled,
@@ -35,6 +33,7 @@ from .precompile import (
     compiling,
     resources_of,
 )
+from .specs import moved_bytes, options_of, token_rows
 
 ELEMENTS = 1 << 26  # elements of a matrix that is timed
 MOST_CHECKED = 1 << 25  # elements of a matrix that is compared with the reference
@@ -102,10 +101,10 @@ class Measured:
 def plan_of(search: Search, config: Config) -> Plan:
     """The plan of a training step with this configuration instead of the chosen one."""
     spec, target, needs = search.spec, search.target, search.needs
-    if needs is None:
-        forward = RopeForwardPlan if spec.rotation else ForwardPlan
-        return forward(spec, target, config, True)
-    return backward_kind(spec)(backward_spec(spec, needs), target, config, needs)
+    with forced(config):
+        if needs is None:
+            return plan_forward(spec, target, True)
+        return plan_backward(spec, target, needs)
 
 
 def compile_candidates(
@@ -336,11 +335,11 @@ class Trials:
             kind = getattr(torch, dtype)
             return torch.randn(shape, generator=generator, device=device, dtype=kind)
 
-        found = arguments(self.spec, self.needs, rows, normal)
+        tensors_and_eps = arguments(self.spec, self.needs, rows, normal)
         if self.needs is None:
-            return found
-        tensors, eps = found
-        roles = ("dy", "dsum", *self.spec.kept)
+            return tensors_and_eps
+        tensors, eps = tensors_and_eps
+        roles = ("dy", "dsum", *self.spec.kernel_reads)
         positive = [i for i, role in enumerate(roles) if role.endswith(("mean", "rstd"))]
         return tuple([t.abs() + 0.5 if i in positive else t for i, t in enumerate(tensors)]), eps
 

@@ -25,8 +25,8 @@ from tilenorm.launch.tuned.rules import GATED_FLOAT16
 from tilenorm.launch.tuned.tables import TABLES
 from tilenorm.spec import NormSpec, Quantization
 from tilenorm.tools.dev.digests import Case, rotations
-from tilenorm.tools.explain import token_rows
 from tilenorm.tools.precompile import compile_call
+from tilenorm.tools.specs import token_rows
 
 TUNED = ("sm_90", "sm_90_H100", "sm_100")
 ARCHS = ("sm_80", "sm_90", "sm_100", "sm_120")
@@ -45,7 +45,6 @@ CHAINS = (128, 1024, 2048, 2304, 3584, 4096, 5376)
 # none, rms_norm of 16384 by block took 73.5 µs and not 70.0 (H200, 2026-11-25), and layer_norm of
 # 8192 by row 81 and not 73 (H100, 2026-11-26).
 BY_SCALES = 48
-PIECES = (37, 1024, 4096, 8192, 16384, 40000)  # columns of a row that one process holds
 
 
 def passes(spec: NormSpec, arch: str, direction: str, rng: Random, **needs) -> Case:
@@ -116,13 +115,6 @@ def sharing_blocks(rng: Random, seed: int) -> Case:
     residual = rng.choice((None, dtype))
     spec = NormSpec("layer", hidden, dtype, dtype, dtype, gate=dtype, residual=residual)
     return passes(spec, ARCHS[seed // 2 % 4], "backward", rng)
-
-
-def pieces(rng: Random, seed: int) -> Case:
-    """Rows in pieces, of each operation that the planner distinguishes."""
-    arch = ARCHS[seed % 4]
-    hidden, dtype = rng.choice(PIECES), rng.choice(("bfloat16", "float32"))
-    return Case(rng.choice(tabled(dtype, hidden)), Target.of(arch), ROWS, pieces=True)
 
 
 def rotated(rng: Random, seed: int) -> Case:
@@ -229,7 +221,6 @@ KINDS = (
     (end_of_a_regime, 2, 90, allowed_of_a_regime),
     (several_terms, 1, 40, allowed_of_terms),
     (sharing_blocks, 1, 24, lambda *_: BY_SHARING),
-    (pieces, 1, 24, lambda *_: 0),
     (rotated, 1, 40, allowed_of_rotated),
     (quantized, 1, 24, lambda *_: BY_SCALES),
     (chain, 1, 16, lambda *_: 0),

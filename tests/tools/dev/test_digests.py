@@ -61,4 +61,6 @@ def test_a_line_for_each_launch(monkeypatch, capsys):
     assert lines[0].startswith("sm_90 forward rms_norm 128 bfloat16 (weight bfloat16, ")
     codes = [line.split()[-1] for line in lines]
     assert len(set(codes)) == 4 and all(len(code) == digests.DIGITS for code in codes)
-    assert list(digests.digests("sm_90", 1)) == [compiler, *lines], "the same code has the same digest"
+    assert list(digests.digests("sm_90", 1)) == [compiler, *lines], (
+        "the same code has the same digest"
+    )

@@ -13,13 +13,14 @@ from torch._ops import OpOverload
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
-from ...ops import backward
-from ...ops.bound import specs_of_tensors
-from ...ops.library import KINDS, fake
-from ...ops.registry import cutile_refuses, device_of, spec_refused
-from ...ops.sharding import is_distributed
+from ...ops.passes.bound import specs_of_tensors
+from ...ops.passes.registry import cutile_refuses, device_of, spec_refused
+from ...ops.pytorch.placements import is_distributed
+from ...ops.torch_ops import internal_ops
+from ...ops.torch_ops.library import KINDS, fake
+from ...row import Op
 from ...spec import Options
-from ...table import OPS, Op
+from ...table import OPS
 from ...table import TERMS as LAST_TERMS
 from .nodes import VALUES, Left, bind, is_idle, item_of, key_of, value_of, values_of
 
@@ -28,7 +29,7 @@ ROTATED = torch.ops.tilenorm.rms_norm_rope.default
 NORM_BACKWARD = torch.ops.tilenorm.norm_backward.default
 FAKES: dict[Any, Callable] = {
     **{overload: partial(fake, KINDS[op.name]) for overload, op in FORWARD.items()},
-    NORM_BACKWARD: partial(fake, backward.NormBackward),
+    NORM_BACKWARD: partial(fake, internal_ops.NormBackward),
 }
 TERMS = ("grad_output", *(port.name for port in LAST_TERMS))
 # What the forward and the backward call of a norm have in common. A forward op that lacks one of
@@ -147,7 +148,7 @@ class Call:
 
         Raises Left if it cannot have the bits of y.
         """
-        if why := backward.NormBackward(self._values, {}).spec.output_refused:
+        if why := internal_ops.NormBackward(self._values, {}).spec.output_refused:
             raise Left(f"its backward pass writes no y for {why}")
         values, names = values_of(self.node), results_of(NORM_BACKWARD)
         if not isinstance(values, tuple | list) or len(values) != len(names):

@@ -8,8 +8,8 @@ import torch
 from torch import SymInt, Tensor
 from torch.fx import Node
 
-from ...ops.layout import rows_shape
-from ...ops.sharding import is_distributed
+from ...ops.passes.dims import rows_shape
+from ...ops.pytorch.placements import is_distributed
 from . import calls
 from .calls import Tensors, derived, result_of
 from .nodes import (

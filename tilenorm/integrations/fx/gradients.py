@@ -14,8 +14,8 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
-from ...ops.sharding import is_distributed
-from ...table import FACTORS
+from ...ops.pytorch.placements import is_distributed
+from ...table import BRANCH_PORTS
 from .calls import COMMON, FORWARD, NORM_BACKWARD, TERMS, Call, derived, read_by, result_of
 from .nodes import (
     DETACHES,
@@ -125,7 +125,7 @@ def _sum(call: Call) -> str | None:
     source, _ = read_by(other)
     if source is not None and source.target is NORM_BACKWARD and call.node < other:
         return None  # the later one of two gradients takes their sum
-    if any(call[name] is not None for name in FACTORS):
+    if any(call[port.name] is not None for port in BRANCH_PORTS):
         raise Left(f"{total.name} adds to the gradient of an input that is masked or scaled")
     if call["grad_sum"] is not None:
         raise Left(f"it has the gradient of its sum already, and {total.name} adds another")

@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from ...ops.sharding import is_distributed
+from ...ops.pytorch.placements import is_distributed
 
 TORCH_MODULES = ("torch", "torch.nn.functional", "torch.functional", "_operator")
 ALIASES = {

@@ -15,7 +15,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import is_concrete_int, statically_known_true
 
 from ...ops.arguments import default_eps
-from ...ops.registry import DTYPES
+from ...ops.passes.registry import DTYPES
 from ...spec import Options
 from .calls import Tensors, arguments_of, check_served
 from .nodes import Left, bind, item_of, name_of, number_of, value_of, values_of

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ...ops import functional
-from ...ops.layout import leading_groups
-from ...ops.registry import MODULATED_ROW
-from ...ops.torch_private import is_its_forward
+from ...ops.passes.dims import leading_groups
+from ...ops.passes.registry import MODULATED_ROW
+from ...ops.pytorch.torch_private import is_its_forward
 
 Dtypes = tuple[torch.dtype, torch.dtype | None, torch.dtype | None]  # input, gate, parameters
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, is_autocast_enabled, nn  # noqa: F401 (the sources name what they use)
 
 from ...ops import functional  # noqa: F401
-from ...ops.torch_private import _has_any_global_hook
+from ...ops.pytorch.torch_private import _has_any_global_hook
 from .form import Form, form_of, promotes
 
 FILE = "<tilenorm.patch "  # how the file names of all sources begin

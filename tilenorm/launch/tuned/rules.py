@@ -15,6 +15,9 @@ FORWARD_TILE = 16384
 # Forward, blocks that share a row: blocks on a multiprocessor by the number of inputs; vectors that
 # a thread reads, over all inputs; elements of a chunk if rows do not fill vectors. 2026-11-22.
 FORWARD_BLOCKS, FORWARD_VECTORS, FORWARD_CHUNK = {1: 3, 2: 2}, 8, 4096
+# Forward, a row in a block: the most segments, and from how many elements over all inputs on a row
+# of 16 bits is packed. As in the tables of sm_90; untimed elsewhere.
+MOST_SEGMENTS, PACKED_FROM = 8, 24576
 # Backward: the most elements of a row that a block without TMA keeps without spilling, by the
 # number of sums over rows (dw, db). 2026-11-21.
 GATHERED = {0: 4096, 1: 4096, 2: 2048}

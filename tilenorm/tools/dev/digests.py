@@ -19,8 +19,8 @@ from ...launch.tuned.tables import TABLES
 from ...launch.user_table import versions
 from ...spec import ITEM_BYTES, NormSpec, Quantization, Rotation
 from ...table import OPS
-from ..explain import title, token_rows
-from ..precompile import calls_of, compile_call, compiling, piece_calls
+from ..precompile import calls_of, compile_call, compiling
+from ..specs import title, token_rows
 
 LARGE, SMALL = 65537, 33  # rows of a large batch and of a small batch
 DTYPES = ("bfloat16", "float32")
@@ -29,7 +29,6 @@ OPERATIONS += ("gated_rms_norm", "gate_first")
 # RULE_SIZES: for each kind of plan of the rules. PART_SIZES: rows that do not fill vectors.
 RULE_SIZES = (8, 37, 1000, 4096, 16384, 65537)
 PART_SIZES = {"bfloat16": (37, 1001, 16391, 65537), "float32": (37, 1001)}
-PIECES = (37, 1024, 8192, 40000)  # of a row that is in pieces, the columns of one
 # (terms of dy, whether y is written once more): what a compiled step asks of a table's sizes.
 SEVERAL = ((2, False), (3, False), (1, True), (3, True))
 SEVERAL_SIZES = (1024, 2048, 4096)
@@ -39,8 +38,7 @@ DIGITS = 32  # printed digits of a digest
 class Case(NamedTuple):
     """A plan to compile. `needs` are the gradients of a backward pass; None is a forward pass.
 
-    save: whether the forward pass writes mean and rstd. pieces: the kernels of a training step
-    whose rows are in pieces, instead of a plan.
+    save: whether the forward pass writes mean and rstd.
     """
 
     spec: NormSpec
@@ -48,12 +46,9 @@ class Case(NamedTuple):
     rows: int
     save: bool = True
     needs: Needs | None = None
-    pieces: bool = False
 
     @property
     def calls(self) -> list[Call]:
-        if self.pieces:
-            return piece_calls(self.spec, self.target, self.rows)
         return calls_of(self.plan, self.rows)
 
     @property
@@ -63,8 +58,8 @@ class Case(NamedTuple):
         return plan_backward(self.spec, self.target, self.needs)
 
     def __str__(self) -> str:
-        done = "pieces" if self.pieces else "forward" if self.needs is None else "backward"
-        asked = "saving " if self.save and not self.pieces else ""
+        done = "forward" if self.needs is None else "backward"
+        asked = "saving " if self.save else ""
         asked = asked if self.needs is None else f"{self.needs.label} "
         return f"{self.target.name} {done} {title(self.spec)} {asked}rows:{self.rows}"
 
@@ -92,14 +87,13 @@ def cases(arch: str) -> list[Case]:
             spec = spec_of(op, hidden, "bfloat16")
             needs = every_gradient(spec)._replace(terms=terms, output=output)
             found.append(Case(spec, target, LARGE, needs=needs))
-    for dtype, hidden, op in product(DTYPES, PIECES, OPERATIONS):
-        found.append(Case(spec_of(op, hidden, dtype), target, LARGE, pieces=True))
     return found
 
 
 def digests(arch: str, processes: int | None = None) -> Iterator[str]:
-    """The compiler, and the lines of every case of an architecture. Needs no GPU. Raises CompileError when a kernel
-    does not compile, RuntimeError when cuTile's cache is off.
+    """The compiler, and the lines of every case of an architecture. Needs no GPU.
+
+    Raises CompileError when a kernel does not compile, RuntimeError when cuTile's cache is off.
     """
     yield " ".join(("#", *(f"{name} {version}" for name, version in versions().items())))
     work = cases(arch)

@@ -1,0 +1,229 @@
+"""DTensors whose rows are sharded: the processes together give the norm of the whole row."""
+
+from dataclasses import replace
+from itertools import product
+from random import Random
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
+
+import tilenorm
+from tests import cases, drawing
+from tests.executors import Inputs
+from tests.kernels.helpers import check
+from tilenorm.ops.torch_ops import sharded_rows
+from tilenorm.spec import NormSpec
+from tilenorm.table import NORMS, OPS
+
+from ..ops.helpers import ADD, FAMILY, GATED, LAYER, RMS, call, incoming_of, leaves_of, random, step
+from ..ops.pretended import GPU, forgotten
+from .placing import R, alike, case, counted, placed, profiled
+from .world import INDUCTOR, NAMES, device, mesh, on_every_rank, slow_but_first
+
+ONE = NAMES[0]
+FLAT = [name for name in NAMES if "x" not in name]
+FORMS = RMS, LAYER, ADD, GATED, FAMILY["gated_layer_norm, gate first"]
+NAME_OF = {"x": "input", "dx": "input", "dw": "weight", "db": "bias"}
+NAME_OF |= {"dresidual": "residual", "dgate": "gate"}
+TENSORS = ("x", "residual", "gate", "weight", "bias")
+
+
+def each(*forms):
+    return pytest.mark.parametrize("form", forms, ids=lambda form: f"{form.op} {form.options}")
+
+
+def columns(tensor, name: str, strided: bool = False) -> DTensor:
+    """A tensor that each mesh dimension shards in its last dimension."""
+    sharded = placed(tensor, name, [Shard(tensor.dim() - 1)] * mesh(name).ndim)
+    if not strided or tensor.dim() < 2:
+        return sharded
+    local, how = sharded.to_local(), {"shape": tensor.shape, "stride": sharded.stride()}
+    apart = torch.stack((local, local), -2)[..., 0, :]
+    return DTensor.from_local(apart, sharded.device_mesh, sharded.placements, **how)
+
+
+def results(spec: NormSpec, inputs: Inputs, name: str, needs=None, strided: bool = False) -> dict:
+    """The results and the gradients that are needed, by the oracle's names, of sharded rows."""
+    tensors = {r: t for r in TENSORS if (t := getattr(inputs, r)) is not None}
+    leaves = {NAME_OF.get(r, r): columns(t, name, strided) for r, t in tensors.items()}
+    asked = {n: NAME_OF[n] for n in cases.GRADIENTS if needs is None or getattr(needs, n)}
+    asked = {n: leaf for n, leaf in asked.items() if leaf in leaves}
+    for leaf in asked.values():
+        leaves[leaf].requires_grad_()
+    options = {n: getattr(spec, n, None) for n in OPS[spec.op].options}
+    if "norm_before_gate" in options:
+        options["norm_before_gate"] = not spec.gate_first
+    made = getattr(tilenorm, spec.op)(
+        **leaves, normalized_shape=(spec.hidden,), eps=inputs.eps, **options
+    )
+    made = made if isinstance(made, tuple) else (made,)
+    dys = [columns(t, name) for t in (inputs.dy, inputs.dsum) if t is not None]
+    grads = torch.autograd.grad(made[: len(dys)], [leaves[n] for n in asked.values()], dys)
+    found = dict(zip(("y", "sum"), made, strict=False)) | dict(zip(asked, grads, strict=True))
+    found = {n: t.detach().full_tensor().cpu() for n, t in found.items()}
+    return {n: t.reshape(-1) if n in ("dw", "db") else t for n, t in found.items()}
+
+
+@pytest.mark.any_torch
+@pytest.mark.parametrize("op", [op for op in NORMS if not op.endswith("_add")])
+@on_every_rank
+def test_drawn_rows(op):
+    """Within the budget, of any width: a rank may have no columns."""
+    rng = Random(op)
+    for seed, dtype in product(range(4), cases.DTYPES):
+        # Operations of their own join, mask and scale: test_calls.py has these.
+        spec = drawing.spec(rng, op, dtype, drawing.hidden(rng, 1500))
+        spec = replace(spec.without_joins, dropout_scale=1.0)
+        inputs = Inputs.random(spec, rng.randint(0, 9), device(), seed)
+        needs, name = rng.choice(cases.some_needs(spec)), rng.choice(NAMES)
+        if not needs.dsum:
+            inputs = replace(inputs, dsum=None)
+        check(spec, inputs, results(spec, inputs, name, needs))
+
+
+@pytest.mark.parametrize("name", slow_but_first(FLAT[::-1]))
+@each(*FORMS)
+@on_every_rank
+def test_a_rank_without_columns(name, form):
+    """Of 9 columns, four ranks have 3, 3, 3 and none."""
+    given = case(form, 4, 3, 9)
+    found, _ = given.on(name, alike(given, [Shard(2)], [Shard(0)]), [[Shard(2)]] * given.outputs)
+    given.compare(found, given.alone(), exact=False)
+    assert all(t.placements[0].is_shard() for t in found.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@on_every_rank
+def test_means_that_are_far_apart(dtype):
+    """A mean a thousand times the standard deviation, and one rank's far from the others'."""
+    spec = NormSpec("layer", 60, dtype, dtype)
+    for apart in ((1000, 1000, 1000), (0, 100, -1000), (1e6, -1e6, 0)):
+        inputs = Inputs.random(spec, 7, device())
+        x = inputs.x.float()
+        for column, shift in zip((0, 15, 30), apart, strict=True):
+            x[:, column:] += shift
+        inputs = replace(inputs, x=x.to(inputs.x.dtype))
+        for name in FLAT:
+            check(spec, inputs, results(spec, inputs, name))
+
+
+SAME = NormSpec("layer", 96, "bfloat16", "bfloat16", "float32", residual="float32")
+SAME = SAME, NormSpec("rms", 96, "float32", "float32", gate="bfloat16", gate_first=True)
+
+
+@pytest.mark.parametrize("spec", SAME, ids=cases.label)
+@on_every_rank
+def test_a_row_has_the_same_bits_anywhere(spec):
+    """In another place, among other rows, of contiguous shards and of strided ones."""
+    # Whole vectors: the CPU computes the silu of what fills none by other code, to other bits.
+    inputs, order = Inputs.random(spec, 64, device()), torch.arange(64).flip(0)[3:35]
+    whole = results(spec, inputs, ONE)
+    moved = inputs.with_rows(lambda _, t: t[order])
+    some = results(spec, moved, ONE, strided=True)
+    for name in whole.keys() - {"dw", "db"}:
+        assert torch.equal(whole[name][order], some[name]), name
+
+
+@pytest.mark.parametrize("dim", [2, 3])
+@each(*FORMS)
+@on_every_rank
+def test_one_of_two_normalized_dimensions_is_sharded(dim, form):
+    given, rows = case(form, 3, 5, 4, 6, dims=2), [Shard(dim)]
+    placements = alike(given, rows, [Shard(dim - 2)])
+    found, _ = given.on(ONE, placements, [rows] * given.outputs)
+    given.compare(found, given.alone(), exact=False)
+
+
+@each(*FORMS)
+@on_every_rank
+def test_second_derivatives_of_uneven_shards(form):
+    given = case(form, 4, 6, 29, dtype=torch.float64)
+
+    def twice(tensors):
+        leaves = leaves_of(tensors)
+        loss = sum(y.square().sum() for y in call(given.form, leaves))
+        first = torch.autograd.grad(loss, [*leaves.values()], create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), [*leaves.values()])
+
+    expected = twice(given.tensors)
+    for name in FLAT:
+        found = twice(given.placed(name, alike(given, [Shard(2)], [Shard(0)])))
+        for result, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(result.full_tensor(), other)
+
+
+@pytest.mark.parametrize(
+    "form, backend",
+    [
+        *slow_but_first((form, "aot_eager") for form in (ADD, LAYER, GATED, *FORMS[4:])),
+        *(pytest.param(form, "inductor", marks=INDUCTOR) for form in (ADD, *FORMS[4:])),
+    ],
+)
+@on_every_rank
+def test_compiled_functions(form, backend):
+    """The collectives and the placements of eager calls, and without Inductor their bits. Inductor
+    does not round what it keeps in registers.
+    """
+    torch._dynamo.reset()
+    run, rows = torch.compile(call, backend=backend, fullgraph=True), [Shard(2)]
+    for count in (4, 7):  # sizes that change become symbols
+        given = case(form, count, 6, 32)
+        tensors = given.placed(ONE, alike(given, rows, [Shard(0)]))
+        incoming = [placed(dy, ONE, rows) for dy in incoming_of(given.tensors)]
+        expected, _ = counted(step, form, tensors, incoming)
+        step(form, tensors, incoming, function=run)  # compiles
+        found, collectives = profiled(step, form, tensors, incoming, function=run)
+        number = 3 if "layer" in form.op else 2
+        assert sum(collectives.values()) == (number if mesh(ONE).size() > 1 else 0), collectives
+        for n, result in found.items():
+            assert result.placements == expected[n].placements
+            tolerance = {} if backend == "inductor" else {"rtol": 0, "atol": 0}
+            torch.testing.assert_close(result.to_local(), expected[n].to_local(), **tolerance)
+
+
+@each(LAYER, GATED)
+@on_every_rank
+def test_checkpointed(form):
+    given, rows = case(form, 4, 3, 32, dtype=torch.bfloat16), [Shard(2)]
+    tensors = given.placed(ONE, alike(given, rows, [Shard(0)]))
+    incoming = [placed(dy, ONE, rows) for dy in incoming_of(given.tensors)]
+
+    def recomputed(form, leaves):
+        def run(*values):
+            return call(form, dict(zip(leaves, values, strict=True)))
+
+        return checkpoint(run, *leaves.values(), use_reentrant=False)
+
+    expected = step(form, tensors, incoming)
+    for n, result in step(form, tensors, incoming, function=recomputed).items():
+        assert torch.equal(result.to_local(), expected[n].to_local()), n
+
+
+@on_every_rank
+def test_autocast():
+    x, w = random(4, 6, 32, device=device()).bfloat16(), random(32, device=device())
+    with torch.autocast(device(), dtype=torch.bfloat16):
+        expected = tilenorm.layer_norm(x, (32,), w)
+        on = placed(x, ONE, [Shard(2)]), placed(w, ONE, [R])
+        found = tilenorm.layer_norm(on[0], (32,), on[1])
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found.full_tensor(), expected)
+
+
+@on_every_rank
+def test_there_are_no_kernels():
+    """Where the kernels would serve whole rows, a warning says what serves, and once."""
+    x = placed(random(4, 32, device=device()), ONE, [Shard(1)])
+    with pytest.raises(ValueError, match=r"argument 'backend' takes .*, got 'unknown'"):
+        tilenorm.rms_norm(x, (32,), backend="unknown")
+    with forgotten(sharded_rows._selected), patch.object(sharded_rows, "device_of", lambda *_: GPU):
+        with pytest.warns(tilenorm.ReferenceWarning, match="instead of cutile: rows are sharded"):
+            found = tilenorm.rms_norm(x, (32,))
+        with pytest.raises(RuntimeError, match="'cutile' was asked for, but rows are sharded"):
+            tilenorm.rms_norm(x, (32,), backend="cutile")
+    assert torch.equal(
+        tilenorm.rms_norm(x, (32,), backend="reference").to_local(), found.to_local()
+    )

@@ -1,0 +1,135 @@
+"""One row, one result: every norm of rows of one kind, size and dtype adds up a row in one order.
+
+The interpreter and a GPU show that equal orders give equal bits: tests/ops/test_one_result.py.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain, product
+from random import Random
+
+import pytest
+
+from tests import cases, drawing
+from tests.executors import forward_calls
+from tests.quantized import HOWS
+from tilenorm.launch.calls import constants_of
+from tilenorm.launch.order import forward_order, prescribed, slices_of
+from tilenorm.launch.plan import ForwardPlan, plan_forward
+from tilenorm.launch.target import TARGETS, Target
+from tilenorm.launch.tuned.tables import TABLES
+from tilenorm.spec import ITEM_BYTES, NormSpec
+from tilenorm.table import MODULATED_NORMS, NORMS
+from tilenorm.tools.dev import digests
+
+KINDS = ("rms", "layer")
+OTHER_ORDERS = "gated_"  # norms with a gate have orders of their own
+SEEDS = 100
+DRAWS = 6  # of each op, size and dtype
+each_target = pytest.mark.parametrize("target", [Target.of(n) for n in TARGETS], ids=list(TARGETS))
+
+
+def forms(rng: Random, norm: str, hidden: int, dtype: str) -> Iterator[NormSpec]:
+    """Specs of every op that normalises rows of a dtype: all their other fields are drawn."""
+    ops = [op for op in (*NORMS, *MODULATED_NORMS) if f"{norm}_norm" in op]
+    for op in ops:
+        if op.startswith(OTHER_ORDERS):
+            continue
+        for _ in range(DRAWS):
+            spec = drawing.spec(rng, op, rng.choice(drawing.DTYPES), hidden)
+            spec = replace(spec, **{"residual" if spec.residual else "dtype": dtype})
+            if spec.unserved:
+                continue
+            yield spec
+            if not (spec.skip or spec.branches or spec.modulated):
+                yield replace(spec, quantized=rng.choice(HOWS))
+    weight, bias = rng.choice((None, dtype)), dtype if norm == "layer" else None
+    plain = NormSpec(norm, hidden, dtype, weight=weight, bias=bias)
+    yield NormSpec.chained(replace(plain, skip=dtype), plain)
+
+
+def drawn(seed: int, target: Target) -> tuple[NormSpec, list[NormSpec]]:
+    """A plain norm, and norms of the same rows whose tensors all fill vectors."""
+    rng = Random(f"{seed} {target.name}")
+    norm, dtype = rng.choice(KINDS), rng.choice(drawing.DTYPES)
+    hidden = 8 * drawing.size(rng, cases.MAX_HIDDEN // 8)
+    plain = NormSpec(norm, hidden, dtype, weight=dtype)
+    return plain, [spec for spec in forms(rng, norm, hidden, dtype) if spec.aligned]
+
+
+@each_target
+def test_every_norm_of_a_row_has_one_order(target):
+    for seed in range(SEEDS):
+        plain, specs = drawn(seed, target)
+        expected = plan_forward(plain, target, False).order
+        assert expected.prescribes
+        for spec, save in product(specs, (False, True)):
+            assert plan_forward(spec, target, save).order == expected, (spec, save)
+
+
+@each_target
+def test_architectures_share_their_orders(target):
+    """The order is the same on every architecture, whatever its table."""
+    for seed in range(20):
+        plain, _ = drawn(seed, Target.of("sm_90"))
+        orders = [plan_forward(plain, t, True).order for t in (target, Target.of("sm_90"))]
+        assert orders[0] == orders[1], plain
+
+
+@each_target
+def test_the_kernels_have_the_order_of_their_plan(target):
+    """In small and in large batches: the constants and the block of what is launched."""
+    for spec in chain.from_iterable(drawn(seed, target)[1][::17] for seed in range(SEEDS)):
+        plan = plan_forward(spec, target, True)
+        assert isinstance(plan, ForwardPlan)
+        for rows in (1, 100_000):
+            call = forward_calls(spec, target, rows * (spec.heads or 1), True)[-1]
+            found = constants_of(call.kernel, call.arguments)
+            threads = 32 * (call.kernel._compiler_options.num_worker_warps or 4)
+            assert found["THREADS"] == threads and found["ALIGNED"]
+            unit = 16 // ITEM_BYTES[spec.residual or spec.dtype]
+            slices = slices_of(found["WIDTHS"], found["ROWS"], threads, unit)
+            assert slices == plan.order.slices
+            assert (found["CHUNKS"] > 1) == bool(plan.order.chunk)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_configuration_of_a_table_has_the_order(name):
+    """Else the planner would pass over it."""
+    for (op, size), rows in TABLES[name].forward.items():
+        for hidden, config in rows:
+            spec = digests.spec_of(op, hidden, {2: "bfloat16", 4: "float32"}[size])
+            rule = prescribed(spec)
+            assert config is None or rule is None or forward_order(spec, config) == rule, spec
+
+
+def test_a_users_configuration_of_another_order_does_not_serve(monkeypatch):
+    from tilenorm.launch import heuristics, user_table
+    from tilenorm.launch.config import Hints, RowForward
+
+    target = Target.of("sm_90")
+    spec = NormSpec("rms", 4096, "bfloat16", "bfloat16")
+    key = user_table.Key.of(spec, "forward", "rms_norm")
+    serves = RowForward(1, Hints(2, 8), (4096,))
+    other = RowForward(1, Hints(2), (1024,) * 4)
+    for config, used in ((serves, True), (other, False)):
+        monkeypatch.setattr(user_table, "configs", lambda arch, config=config: {key: config})
+        assert (heuristics.chosen(spec, target) == config) is used
+        assert ("user" in heuristics.source(spec, target)) is used
+
+
+@pytest.mark.parametrize(
+    "widths, rows, threads, expected",
+    [
+        ((4096,), 1, 128, [(0, 1024, 8)]),
+        ((1024,) * 4, 1, 128, [(0, 1024, 8)]),
+        ((2048, 1024), 1, 128, [(0, 1024, 8)]),
+        ((1024,) * 4, 1, 256, [(0, 1024, 4)]),
+        ((1024, 512), 1, 128, [(0, 1024, 8), (1024, 512, 4)]),
+        ((512,) * 3, 2, 128, [(0, 512, 8)]),
+        ((8,), 256, 128, [(0, 8, 8)]),
+        ((64,), 4, 128, [(0, 64, 2)]),
+    ],
+)
+def test_slices(widths, rows, threads, expected):
+    assert list(slices_of(widths, rows, threads, 8)) == expected

@@ -1,0 +1,98 @@
+"""What a run of tests writes of each case, and how cases take turns."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CASES = """
+import os, pytest
+
+@pytest.fixture
+def broken():
+    raise OSError("no fixture")
+
+@pytest.fixture
+def untidy():
+    yield
+    raise OSError("left something")
+
+def test_passes(): pass
+def test_fails(): assert 1 == 2, "numbers differ"
+def test_skips(): pytest.skip("needs another machine")
+def test_setup(broken): pass
+def test_teardown(untidy): pass
+def test_dies(): os._exit(3)
+"""
+RUN = """
+import sys, pytest
+from pathlib import Path
+from tests.outcomes import Outcomes
+sys.exit(pytest.main(sys.argv[2:], plugins=[Outcomes(Path(sys.argv[1]))]))
+"""
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_each_case_has_an_outcome(processes, tmp_path):
+    file, written = tmp_path / "test_a.py", tmp_path / "cases"
+    file.write_text(CASES if processes else CASES.replace("os._exit(3)", "assert 0, 'died'"))
+    how = ["-q", "-n", str(processes), "--rootdir", str(tmp_path), str(file)]
+    subprocess.run([sys.executable, "-c", RUN, str(written), *how], cwd=ROOT, capture_output=True)
+    lines = [json.loads(line) for line in written.read_text().splitlines()]
+    assert len({*lines[0]["collected"]}) == 6
+    outcomes: dict[str, list] = {}
+    for line in lines:
+        if "test" in line:
+            name = line["test"].rpartition("::")[2]
+            outcomes.setdefault(name, []).append((line["outcome"], line["why"]))
+    assert outcomes["test_passes"] == [("passed", "")]
+    [(outcome, why)] = outcomes["test_fails"]
+    assert outcome == "failed" and "numbers differ" in why
+    [(outcome, why)] = outcomes["test_skips"]
+    assert outcome == "skipped" and "needs another machine" in why
+    assert outcomes["test_setup"] == [("failed", "OSError: no fixture")]
+    assert outcomes["test_teardown"] == [("passed", ""), ("failed", "OSError: left something")]
+    [(outcome, why)] = outcomes["test_dies"]
+    assert outcome == "failed" and ("crashed" if processes else "died") in why
+
+
+HOLD = """
+import sys, time
+from tests import turns
+turns.MOST_SECONDS = float(sys.argv[2])
+with turns.turn(float(sys.argv[1])):
+    print(time.monotonic(), flush=True)
+    time.sleep(float(sys.argv[3]))
+    print(time.monotonic(), flush=True)
+"""
+
+
+def held(*gib: float, limit: float = 60, seconds: float = 0.7) -> list[subprocess.Popen]:
+    """Processes that each hold a turn for so much memory."""
+    folder = {"CUDA_VISIBLE_DEVICES": f"test {time.monotonic()}", "PYTHONPATH": str(ROOT)}
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": folder, "text": True}
+    words = [[str(of), str(limit), str(seconds)] for of in gib]
+    return [subprocess.Popen([sys.executable, "-c", HOLD, *of], cwd=ROOT, **how) for of in words]
+
+
+@pytest.mark.parametrize(
+    "gib, beside", [((0, 0), True), ((0, 8), True), ((8, 8), False), ((0, 40), False)]
+)
+def test_cases_with_much_memory_take_turns(gib, beside):
+    times = []
+    for process in held(*gib, seconds=4 if beside else 0.7):
+        out, err = process.communicate()
+        assert process.returncode == 0, err
+        times.append([*map(float, out.split())])
+    (_, first), (second, _) = sorted(times)
+    assert (second < first) == beside
+
+
+def test_a_case_that_does_not_end_is_ended():
+    [process] = held(0, limit=0.5, seconds=50)
+    _, err = process.communicate()
+    assert process.returncode == 1 and "Timeout" in err

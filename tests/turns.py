@@ -1,0 +1,63 @@
+"""Cases of one GPU that many processes run beside each other: memory in turns, and an end for each.
+
+Most cases take little of a GPU's memory, and run beside each other. A case with LARGE GiB or more
+waits until no other such case runs, and one with ALONE GiB or more until no case at all runs. A
+lock of the operating system tells it, which a process that ends gives back.
+"""
+
+import faulthandler
+import fcntl
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pytest
+
+LARGE, ALONE = 4, 30  # GiB of GPU memory
+WIDE, WIDE_GIB = 65536, 20  # the wide rows of tests/kernels, and what a case of them takes at most
+MOST_KEPT = 1 << 30  # bytes that PyTorch's allocator keeps between two cases
+MOST_SECONDS = 300  # of a case. A GPU that hangs stops a process for good.
+
+
+def memory_of(item: "pytest.Item", hidden: int = 0) -> float:
+    """The GiB that a case takes: what its mark `gpu_memory(gib)` says, or by its rows' width."""
+    mark = item.get_closest_marker("gpu_memory")
+    if mark:
+        return mark.args[0]
+    return WIDE_GIB if hidden >= WIDE else 0
+
+
+@contextmanager
+def turn(gib: float) -> Iterator[None]:
+    """A block that runs when a GPU has so much memory for it, and ends the process when it takes
+    longer than MOST_SECONDS. pytest-xdist then names the case, and starts another process.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_locked("all", fcntl.LOCK_EX if gib >= ALONE else fcntl.LOCK_SH))
+        if gib >= LARGE:
+            stack.enter_context(_locked("large", fcntl.LOCK_EX))
+        stack.callback(_give_back)
+        faulthandler.dump_traceback_later(MOST_SECONDS, exit=True, file=sys.__stderr__)
+        stack.callback(faulthandler.cancel_dump_traceback_later)
+        yield
+
+
+def _give_back() -> None:
+    """Leave the memory that this process keeps for later cases to other processes."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda and cuda.is_initialized() and cuda.memory_reserved() > MOST_KEPT:
+        cuda.empty_cache()
+
+
+@contextmanager
+def _locked(name: str, how: int) -> Iterator[None]:
+    device = os.environ.get("CUDA_VISIBLE_DEVICES", "all").replace(",", "-")
+    path = Path(tempfile.gettempdir()) / f"tilenorm-tests-{os.getuid()}-{device}-{name}.lock"
+    with open(path, "w") as file:
+        fcntl.flock(file, how)
+        yield

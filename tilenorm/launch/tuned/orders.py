@@ -1,0 +1,49 @@
+"""The order in which every norm without a gate adds up a row: see launch/order.py.
+
+By the norm and the bytes of an element of what is normalised, rows of (the largest row, warps of a
+block or 0 for tiles of several rows, columns of a slice or 0 for the tile's width, columns of each
+block that shares a row or 0). The orders were chosen so that the fewest configurations of the
+tables had to change. Every architecture has the same ones.
+"""
+
+FORWARD = {
+    ("rms", 2): (
+        (128, 0, 0),
+        (384, 0, 128),
+        (896, 0, 256),
+        (1280, 0, 512),
+        (1536, 4, 512),
+        (3072, 4, 1024),
+        (4096, 8, 2048),
+        (5120, 4, 1024),
+        (6144, 8, 2048),
+        (7168, 4, 1024),
+        (20480, 8, 2048),
+        (262144, 4, 1024, 4096),
+    ),
+    ("layer", 2): (
+        (128, 0, 0),
+        (384, 0, 128),
+        (1024, 0, 256),
+        (1536, 0, 512),
+        (3584, 4, 1024),
+        (6144, 8, 2048),
+        (7168, 4, 1024),
+        (24576, 8, 2048),
+        (262144, 4, 1024, 4096),
+    ),
+    ("rms", 4): (
+        (256, 0, 0),
+        (512, 0, 512),
+        (3072, 4, 512),
+        (12288, 8, 1024),
+        (262144, 8, 1024, 4096),
+    ),
+    ("layer", 4): (
+        (256, 0, 0),
+        (512, 0, 512),
+        (5120, 4, 512),
+        (16384, 8, 1024),
+        (262144, 4, 512, 4096),
+    ),
+}

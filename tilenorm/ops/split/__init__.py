@@ -1,1 +1,0 @@
-"""Norms of rows in pieces: a process holds some columns of each row; sums are all-reduced."""
