@@ -37,7 +37,8 @@ ALLOWED = {
     "tools": {"tilenorm.launch", "tilenorm.ops", "tilenorm.settings", "tilenorm.spec"}
     | {"tilenorm.row", "tilenorm.table", "cuda.tile", "torch"},
     "integrations": {"tilenorm.nn", "tilenorm.ops", "tilenorm.spec", "tilenorm.launch.tuned"}
-    | {"tilenorm.row", "tilenorm.table", "torch"},
+    | {"tilenorm.row", "tilenorm.settings", "tilenorm.table", "tilenorm.tools.fingerprint", "torch"}
+    | {"sglang", "torchtitan", "transformers", "vllm"},
     "__init__": {"tilenorm.ops", "tilenorm.nn", "tilenorm.tools", "tilenorm.integrations"},
     "__main__": {"tilenorm.tools", "tilenorm.ops", "tilenorm.launch", "tilenorm.spec"}
     | {"tilenorm.__version__"},

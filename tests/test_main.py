@@ -12,6 +12,7 @@ import pytest
 import torch
 from cuda.tile._cext import default_tile_context
 
+import tilenorm
 from tests.support.stand_in_compiler import ERROR
 from tilenorm.__main__ import main
 from tilenorm.launch import heuristics, user_table
@@ -53,7 +54,7 @@ def test_info(capsys):
     out = capsys.readouterr().out
     assert f"torch {torch.__version__.split('+')[0]}" in out
     words = ("python ", "cuda-tile ", "compiler ", "compile cache ", "RMSNorm of torch on CUDA: ")
-    words = *words, "repeated calls: "
+    words = *words, "repeated calls: ", f"  fingerprint {tilenorm.fingerprint()}\n"
     assert all(word in out for word in words)
     for op in NORMS:
         assert f"  {op}: " in out
@@ -261,7 +262,7 @@ def test_as_a_shipped_table(measured, capsys):
     assert '[1024, {"form": "Backward", "widths": [1024], "rows": 2}, "4000"]' in text
     main(["tune", "--arch", "sm_90", "--shipped"])
     again = capsys.readouterr().out
-    assert again.startswith('{\n "spills": {') and text.endswith(again)
+    assert again.startswith('{\n "versions": {"tileiras": ') and text.endswith(again)
     assert len(measured) == 2, "printing a table tunes nothing"
 
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # __getattr__ imports these
     from .integrations.compile import compile
     from .integrations.patch import patch, unpatch
     from .tools.explain import explain
+    from .tools.fingerprint import fingerprint
 
 # The module of each public name that is imported when it is first asked for.
 _MODULE_OF = {
@@ -46,6 +47,7 @@ _MODULE_OF = {
     "disable": "integrations.aten",
     "enable": "integrations.aten",
     "explain": "tools.explain",
+    "fingerprint": "tools.fingerprint",
     "override": "integrations.aten",
     "patch": "integrations.patch",
     "unpatch": "integrations.patch",
@@ -67,6 +69,7 @@ __all__ = [
     "disable",
     "enable",
     "explain",
+    "fingerprint",
     "gated_layer_norm",
     "gated_rms_norm",
     "layer_norm",

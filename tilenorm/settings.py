@@ -12,13 +12,17 @@ class Settings(NamedTuple):
     tables: the folder of the tables that `python -m tilenorm tune` writes; it need not exist. None
     where no variable names it and the user has no home folder, as in some containers. debug:
     whether TILENORM_DEBUG asks for checks of values, which wait for the GPU. native: whether calls
-    may be served by the extension in C++, which TILENORM_NATIVE=0 forbids.
+    may be served by the extension in C++, which TILENORM_NATIVE=0 forbids. engines: whether
+    TILENORM_ENGINES=1 asks for tilenorm's norms in inference engines. rounding: the value of
+    TILENORM_ROUNDING ("late" or "early"), which is that of all norms there, or None.
     """
 
     backend: str | None
     tables: Path | None
     debug: bool = False
     native: bool = True
+    engines: bool = False
+    rounding: str | None = None
 
 
 def settings() -> Settings:
@@ -30,4 +34,6 @@ def settings() -> Settings:
     debug = os.environ.get("TILENORM_DEBUG", "0") not in ("", "0")
     native = os.environ.get("TILENORM_NATIVE", "1") != "0"
     backend = os.environ.get("TILENORM_BACKEND") or None
-    return Settings(backend, tables and Path(tables), debug, native)
+    engines = os.environ.get("TILENORM_ENGINES", "0") not in ("", "0")
+    rounding = os.environ.get("TILENORM_ROUNDING") or None
+    return Settings(backend, tables and Path(tables), debug, native, engines, rounding)

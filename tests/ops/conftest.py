@@ -12,7 +12,7 @@ from tests.support.stand_in_cxx import Cxx
 from tilenorm.launch import plan, toolchain
 from tilenorm.ops.passes import cutile, native, reference, registry
 from tilenorm.ops.passes.native import build
-from tilenorm.tools import info, precompile
+from tilenorm.tools import fingerprint, info, precompile
 from tilenorm.tools.cubin import Resources
 
 
@@ -171,6 +171,7 @@ def gpu_of_info(monkeypatch):
     """The command info finds a GPU."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "GPU")
-    monkeypatch.setattr(info, "device_of", lambda *_: GPU)
+    for module in (info, fingerprint):
+        monkeypatch.setattr(module, "device_of", lambda *_: GPU)
     monkeypatch.setattr(info, "driver_version", lambda: 13000)
     monkeypatch.setattr(precompile, "resources", lambda cubin: Resources(0, 0, 0, 0, ""))

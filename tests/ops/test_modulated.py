@@ -55,9 +55,9 @@ def test_several_normalized_dimensions_and_heads():
 
 
 def test_explained(capsys):
-    given = made((4, 6), (4,), 8)
+    given = made((4, 6), (4,), 64)
     x, scale = given.pop("input"), given.pop("scale")
-    found = tilenorm.explain("modulated_layer_norm", x, (8,), scale, **given)
+    found = tilenorm.explain("modulated_layer_norm", x, (64,), scale, **given)
     assert "modulation scale float32 shift float32 gate float32" in capsys.readouterr().out
     assert found.spec.mod_gate == "float32"
     explained = explain_spec(found.spec, 24, planned_device("sm_90"))

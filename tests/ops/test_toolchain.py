@@ -189,7 +189,7 @@ def broken(request, compiler, monkeypatch) -> tuple:
 def assert_reason(reason: str, words: str) -> None:
     """It is one line, and ends in what a user can do."""
     assert reason.startswith(f"its compiler {words}") and "\n" not in reason
-    packages = (f'"{name}>=13.4,<13.5"' for name in toolchain.COMPILER_PACKAGES)
+    packages = (f'"{name}>=13.4,<14"' for name in toolchain.COMPILER_PACKAGES)
     pip = f"pip install {' '.join(packages)}"
     # The packages' tileiras sees CUDA_ROOT too.
     assert reason.endswith("unset CUDA_ROOT" if "CUDA_ROOT" in reason else pip)

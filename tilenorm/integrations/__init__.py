@@ -1,15 +1,16 @@
-"""tilenorm in existing models: patch modules, override aten, torch.compile, the FX pass.
+"""tilenorm in existing models, in inference engines and in trainers.
 
-A module of these is imported when it is first asked for, as tilenorm.integrations.fx for one.
+A module of these is imported when it is first asked for, as tilenorm.integrations.fx for one. That
+for torchtitan is imported by its name alone, because it needs torchtitan.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # __getattr__ imports these
-    from . import aten, compile, fx, patch
+    from . import aten, compile, fx, hf_kernels, megatron, patch, sglang, vllm
 
-__all__ = ["aten", "compile", "fx", "patch"]
+__all__ = ["aten", "compile", "fx", "hf_kernels", "megatron", "patch", "sglang", "vllm"]
 
 
 if not TYPE_CHECKING:  # a type checker would then take every name for one that is there

@@ -14,7 +14,7 @@ DRIVER = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
 # PATH and CUDA_HOME, so that their installation mends a compiler from any other place.
 COMPILER_PACKAGES = ("nvidia-cuda-tileiras", "nvidia-cuda-nvcc", "nvidia-nvvm")
 OLDEST_COMPILER = (13, 4)  # 13.3 has no grid_dependency_control_wait, 13.2 has no sm_90
-REMEDY = "pip install " + " ".join(f'"{name}>=13.4,<13.5"' for name in COMPILER_PACKAGES)
+REMEDY = "pip install " + " ".join(f'"{name}>=13.4,<14"' for name in COMPILER_PACKAGES)
 
 
 class CompileError(Exception):
@@ -37,7 +37,7 @@ def cuda_tile_missing() -> str | None:
         from cuda.tile._cext import default_tile_context  # noqa: F401
     except ImportError as error:
         state = "is not installed" if isinstance(error, ModuleNotFoundError) else "does not load"
-        remedy = "on Linux and Windows: pip install 'cuda-tile>=1.7,<1.8'"
+        remedy = "on Linux and Windows: pip install 'cuda-tile>=1.7,<2'"
         return f"cuda-tile {state} ({error}); {remedy}"
     return None
 

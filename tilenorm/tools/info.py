@@ -25,6 +25,7 @@ from ..ops.passes.registry import Device, device_of, record_failure, refusals
 from ..ops.pytorch.torch_private import rms_norm_of_torch
 from ..spec import NormSpec
 from ..table import NORMS, NOT_OF_ROWS, ROTATED_NORMS
+from .fingerprint import fingerprint, other_compiler
 
 ROWS, HIDDEN, HEAD = 4096, 4096, 128  # of calls that are tried
 PACKAGES = ("tilenorm", "torch", "cuda-tile", *COMPILER_PACKAGES, "triton")
@@ -58,6 +59,9 @@ def _device(kind: str, index: int | None, wrong: list[str]) -> Iterator[str]:
     name = f"cuda:{index} {torch.cuda.get_device_name(index)}" if kind == "cuda" else "cpu cpu"
     target = device.target
     yield name + (f", {target.name}, {target.multiprocessors} SMs" if target else "")
+    yield f"  fingerprint {fingerprint(torch.device(kind, index))}"
+    if target and (note := other_compiler(target)):
+        yield f"  warning: {note}"
     before = None
     for op in NORMS + NOT_OF_ROWS:
         hidden = HEAD if op in ROTATED_NORMS else HIDDEN

@@ -10,6 +10,7 @@ from tilenorm import tools
 from tilenorm.__main__ import main
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.target import TARGETS, Target
+from tilenorm.launch.toolchain import compiler_version, package_version
 from tilenorm.launch.tuned.tables import TABLES
 from tilenorm.spec import NormSpec
 from tilenorm.tools.dev import digests
@@ -54,9 +55,12 @@ def test_lines_are_told_apart(arch):
 def test_a_line_for_each_launch(monkeypatch, capsys):
     monkeypatch.setattr(digests, "cases", lambda arch: CASES)
     assert main(["digests", "--arch", "sm_90", "--processes", "1"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    compiler, *lines = capsys.readouterr().out.splitlines()
+    assert compiler == f"# tileiras {compiler_version()} cuda-tile {package_version('cuda-tile')}"
     assert [line.rsplit(" ", 2)[1:][0] for line in lines] == ["launch:0"] * 3 + ["launch:1"]
     assert lines[0].startswith("sm_90 forward rms_norm 128 bfloat16 (weight bfloat16, ")
     codes = [line.split()[-1] for line in lines]
     assert len(set(codes)) == 4 and all(len(code) == digests.DIGITS for code in codes)
-    assert list(digests.digests("sm_90", 1)) == lines, "the same code has the same digest"
+    assert list(digests.digests("sm_90", 1)) == [compiler, *lines], (
+        "the same code has the same digest"
+    )

@@ -7,6 +7,8 @@ compiled by tileiras 13.4.92, within what a block has. Times are those of an NVI
 
 from ..config import ColumnSum, Hints, RopeBackward, RopeForward
 
+# Of the compiler and of cuTile, with which the numbers were found, as in user_table.versions().
+VERSIONS = {"tileiras": "13.4.92", "cuda-tile": "1.7.0"}
 TILE = 2048  # elements of a tile of several rows
 # Forward: the most elements of a row that a block keeps, over all inputs. 2026-11-21.
 FORWARD_TILE = 16384

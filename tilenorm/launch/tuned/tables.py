@@ -16,13 +16,15 @@ class Table(NamedTuple):
     forward, backward: rows of (largest hidden size served, configuration). more: what serves a size
     of `backward` with several terms of dy, or where y is written once more, in rows of (that size,
     the fewest terms, whether y is written, configuration). spills: bytes that each thread spills,
-    by (kernel, operation, bytes of an element, hidden size).
+    by (kernel, operation, bytes of an element, hidden size). versions: of the compiler and of
+    cuTile, with which all of it was measured, as in user_table.versions().
     """
 
     forward: dict[tuple[str, int], tuple]
     backward: dict[tuple[str, int], tuple]
     more: dict[tuple[str, int], tuple]
     spills: dict[tuple[str, str, int, int], int]
+    versions: dict[str, str]
 
 
 def read(text: str) -> Table:
@@ -34,6 +36,7 @@ def read(text: str) -> Table:
         _tables(data["backward"], lambda row: (row[0], row[1] and config_of(row[1]))),
         _tables(data["backward_of_more"], lambda row: (*row[:3], config_of(row[3]))),
         {(kernel, *key, n): spilled for key, rows in spills for kernel, n, spilled in rows},
+        data["versions"],
     )
 
 
@@ -47,6 +50,7 @@ def _over(shared: Table, own: Table) -> Table:
     return shared._replace(
         forward=_rows_over(shared.forward, own.forward),
         backward=_rows_over(shared.backward, own.backward),
+        versions=own.versions,
     )
 
 

@@ -3,8 +3,9 @@
     python -m tilenorm digests --arch sm_90 > before.txt     # and after the change
     diff before.txt after.txt
 
-Each line is a launch: the spec, and a digest of the kernel's machine code. The digest does not
-depend on the kernel's name or on how its parameters are grouped.
+The first line says which compiler made the code. Each other line is a launch: the spec, and a
+digest of the kernel's machine code. The digest does not depend on the kernel's name or on how its
+parameters are grouped.
 """
 
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from ...launch.calls import Call, Needs, every_gradient
 from ...launch.plan import BackwardPlan, ForwardPlan, plan_backward, plan_forward
 from ...launch.target import Target
 from ...launch.tuned.tables import TABLES
+from ...launch.user_table import versions
 from ...spec import ITEM_BYTES, NormSpec, Quantization, Rotation
 from ...table import OPS
 from ..precompile import calls_of, compile_call, compiling
@@ -89,9 +91,11 @@ def cases(arch: str) -> list[Case]:
 
 
 def digests(arch: str, processes: int | None = None) -> Iterator[str]:
-    """The lines of every case of an architecture. Needs no GPU. Raises CompileError when a kernel
-    does not compile, RuntimeError when cuTile's cache is off.
+    """The compiler, and the lines of every case of an architecture. Needs no GPU.
+
+    Raises CompileError when a kernel does not compile, RuntimeError when cuTile's cache is off.
     """
+    yield " ".join(("#", *(f"{name} {version}" for name, version in versions().items())))
     work = cases(arch)
     with compiling(_codes, work, processes) as results:
         for case, codes in zip(work, results, strict=True):

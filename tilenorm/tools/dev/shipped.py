@@ -7,7 +7,7 @@ from itertools import groupby, pairwise
 
 from ...launch.config import RowForward, Served, StreamForward, data_of, tile_width
 from ...launch.target import Target
-from ...launch.user_table import Entry
+from ...launch.user_table import Entry, versions
 
 
 def render(entries: Iterable[Entry], arch: str) -> str:
@@ -30,6 +30,8 @@ def render(entries: Iterable[Entry], arch: str) -> str:
         tables[direction] = {name: list(_rows(list(group), arch)) for name, group in by_op}
     tables["backward_of_more"] = {}
     texts = (f" {json.dumps(name)}: {{{_text(tables[name])}}}" for name in tables)
+    # A user's table is read only with the versions that it was measured with.
+    texts = [f' "versions": {json.dumps(versions())}', *texts]
     return "{\n" + ",\n".join(texts) + "\n}\n"
 
 
