@@ -355,7 +355,10 @@ def test_a_wrong_path_is_seen():
 
 @each_document
 def test_names_of_the_package_exist(path):
-    for name in {n for span in spans(path) for n in re.findall(r"\btilenorm(?:\.\w+)+", span)}:
+    names = {n for span in spans(path) for n in re.findall(r"\btilenorm(?:\.\w+)+", span)}
+    if not importlib.util.find_spec("torchtitan"):  # which the module of that name imports
+        names = {n for n in names if not n.startswith("tilenorm.integrations.torchtitan")}
+    for name in names:
         value = tilenorm
         for part in name.split(".")[1:]:
             if inspect.ismodule(value) and not hasattr(value, part):
