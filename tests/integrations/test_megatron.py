@@ -148,12 +148,12 @@ def test_megatrons_local_spec(normalization, parallel):
         return transformer_block.TransformerBlock(whole, spec if with_own else with_tilenorm(spec))
 
     torch.manual_seed(0)
-    own, ours = block(True), block(False)
+    theirs, ours = block(True), block(False)
     centered = block(False, layernorm_zero_centered_gamma=True)
     kinds = [type(m) for m in ours.modules() if "Norm" in type(m).__name__]
     assert kinds == [getattr(tilenorm, normalization)] * 9  # 2 in a layer, of q and k, the last
     with torch.no_grad():
-        for name, parameter in own.named_parameters():
+        for name, parameter in theirs.named_parameters():
             if "norm" in name:
                 parameter.normal_(1.0, 0.2)
             ours.get_parameter(name).copy_(parameter)
@@ -161,7 +161,7 @@ def test_megatrons_local_spec(normalization, parallel):
             centered.get_parameter(name).copy_(parameter - 1 if of_norm else parameter)
     x, mask = random(8, 2, 64), torch.ones(1, 1, 8, 8).triu(1).bool()
     results = []
-    for model in (own, ours, centered):
+    for model in (theirs, ours, centered):
         y = model(x.clone().requires_grad_(), mask)
         y.square().mean().backward()
         results.append((y, {name: p.grad for name, p in model.named_parameters()}))

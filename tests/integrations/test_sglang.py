@@ -87,9 +87,9 @@ def test_a_layer_has_the_bits_of_the_models_class(name, seed, sglang):
     sglang.start()
     hidden, eps = rng.choice((64, 96, 256, 1000)), rng.choice((1e-5, 1e-6))
     dtype = rng.choice((torch.bfloat16, torch.float16))
-    norm, own = getattr(sglang.layers, layer)(hidden, eps), cls(hidden, eps=eps)
+    norm, theirs = getattr(sglang.layers, layer)(hidden, eps), cls(hidden, eps=eps)
     norm = norm if layer == "LayerNorm" else norm.to(dtype)
-    for seeded, (name, parameter) in enumerate(own.named_parameters()):
+    for seeded, (name, parameter) in enumerate(theirs.named_parameters()):
         parameter.data = random(hidden, dtype=dtype, seed=seeded + 5)
         getattr(norm, name).data = parameter.data.to(getattr(norm, name).dtype)
     sglang.load(config(), norm=norm)
@@ -105,7 +105,7 @@ def test_a_layer_has_the_bits_of_the_models_class(name, seed, sglang):
             assert torch.equal(total, x)
         else:
             y = call(x)
-        assert torch.equal(y, own(x))
+        assert torch.equal(y, theirs(x))
     assert not RAN, "SGLang's own code ran"
 
 
@@ -210,9 +210,9 @@ def test_it_does_nothing_until_it_is_asked_for(setting, sglang, monkeypatch):
 def test_register_twice(sglang):
     plugin.register()
     sglang.start()
-    norm, own = sglang.layers.RMSNorm(64), LlamaRMSNorm(64)
+    norm, theirs = sglang.layers.RMSNorm(64), LlamaRMSNorm(64)
     sglang.load(LlamaConfig(), norm=norm)
-    assert torch.equal(norm(random(3, 64)), own(random(3, 64))) and not RAN
+    assert torch.equal(norm(random(3, 64)), theirs(random(3, 64))) and not RAN
 
 
 def test_a_plugin_that_fails_stops_sglang(sglang, monkeypatch):
@@ -236,6 +236,8 @@ def test_warming(sglang, monkeypatch):
     monkeypatch.setattr(engines, "MANY_BYTES", 1 << 12)
 
     def run(layer, x, residual):
+        if residual is not None and "LayerNorm" in type(layer).__name__:
+            return plugin._run(layer, x, residual)  # does nothing
         ran.append((type(layer).__name__, len(x), residual is not None))
         plugin._run(layer, x, residual)
 
@@ -244,6 +246,6 @@ def test_warming(sglang, monkeypatch):
         (name, rows, with_residual)
         for name in ("LayerNorm", "RMSNorm")
         for rows in (8, 32)
-        for with_residual in (False, True)
+        for with_residual in ((False,) if name == "LayerNorm" else (False, True))
     ]
     assert not RAN

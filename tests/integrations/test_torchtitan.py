@@ -128,10 +128,10 @@ def run(folder: Path, processes: int, *options: str) -> dict:
 )
 def test_torchtitans_trainer(processes, options, tmp_path):
     """Under FSDP2 and activation checkpointing, losses are those of torchtitan's own norms."""
-    own = run(tmp_path, processes, *options)
+    theirs = run(tmp_path, processes, *options)
     ours = run(tmp_path, processes, *options, *RMS_NORM)
-    assert sum(own["norms"].values()) == 13 and not own["ran"]
+    assert sum(theirs["norms"].values()) == 13 and not theirs["ran"]
     assert ours["norms"] == {"TileRMSNorm": 12, "FSDPTileRMSNorm": 1}
     # Each of 13 norms in 4 steps, and 48 times once more in the backward pass.
     assert ours["ran"] == {"rms_norm": 100, "rms_norm backward": 52}
-    torch.testing.assert_close(ours["losses"], own["losses"], rtol=0, atol=2e-3)
+    torch.testing.assert_close(ours["losses"], theirs["losses"], rtol=0, atol=2e-3)

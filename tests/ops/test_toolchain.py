@@ -118,6 +118,20 @@ def test_info_shows_it(kernel, compiler, gpu_of_info, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("version, warns", {"13.4.92": False, "13.5.37": True}.items())
+def test_info_warns_of_another_compiler_than_that_of_the_tables(
+    version, warns, compiler, gpu_of_info, monkeypatch
+):
+    """It is no problem: the kernels serve."""
+    monkeypatch.setattr(info, "NORMS", ())
+    monkeypatch.setattr(info, "NOT_OF_ROWS", ())
+    compiler.is_of(version)
+    lines, wrong = info.information()
+    told = [line for line in lines if line.startswith("  warning: the configurations for sm_90 ")]
+    assert len(told) == warns and not wrong
+    assert all(f"this is tileiras {version}" in line for line in told)
+
+
 def test_a_folder_for_temporary_files_that_is_gone(compiler, told, monkeypatch):
     monkeypatch.setattr(default_tile_context.config, "temp_dir", str(compiler.folder / "none"))
     norm()

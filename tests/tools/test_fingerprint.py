@@ -38,19 +38,19 @@ def test_another_process_has_the_same():
 
 
 def test_on_a_gpu(gpu):
-    found = gpu()
-    assert (found.target, found.implementation) == ("sm_90 of 132 multiprocessors", "cutile")
-    assert found.compiler.startswith(f"tileiras {toolchain.compiler_version()}, cuda-tile ")
-    assert found == gpu() and str(found) == str(gpu())
-    assert all(field in str(found) for field in found)
+    current = gpu()
+    assert (current.target, current.implementation) == ("sm_90 of 132 multiprocessors", "cutile")
+    assert current.compiler.startswith(f"tileiras {toolchain.compiler_version()}, cuda-tile ")
+    assert current == gpu() and str(current) == str(gpu())
+    assert all(field in str(current) for field in current)
 
 
 def test_without_a_gpu():
-    found = tilenorm.fingerprint("cpu")
-    assert (found.target, found.tables) == ("cpu", "none")
-    assert found.implementation == f"reference of torch {torch.__version__}"
+    current = tilenorm.fingerprint("cpu")
+    assert (current.target, current.tables) == ("cpu", "none")
+    assert current.implementation == f"reference of torch {torch.__version__}"
     if not torch.cuda.is_available():
-        assert tilenorm.fingerprint() == found
+        assert tilenorm.fingerprint() == current
 
 
 def other_machine(gpu, _):

@@ -120,9 +120,9 @@ def prepare(model: nn.Module, config: Any, layer_of: Callable[[nn.Module], Layer
             setattr(module, ATTRIBUTE, rounding)
         entries = ran if rounding else left
         entries.append(Entry(name, type(module).__name__, how))
-    report = Report(type(model).__name__, tuple(ran), tuple(left), tuple(_readers(model)))
-    model.tilenorm_report = report
-    return report
+    prepared = Report(type(model).__name__, tuple(ran), tuple(left), tuple(_readers(model)))
+    model.tilenorm_report = prepared
+    return prepared
 
 
 def report(model: nn.Module) -> str:

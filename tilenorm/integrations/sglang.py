@@ -98,11 +98,11 @@ def _served(layer: nn.Module, x: Tensor) -> bool:
     return getattr(layer, ATTRIBUTE, None) is not None and x.numel() > 0 and x.dtype in DTYPES
 
 
-def _rms(own, layer, x, residual=None, post_residual_addition=None, quant_linear=None):
+def _rms(original, layer, x, residual=None, post_residual_addition=None, quant_linear=None):
     """Around RMSNorm. A norm that quantises its output for a projection stays SGLang's."""
     if not _served(layer, x) or quant_linear is not None or layer._quant_linear is not None:
         others = () if quant_linear is None else (quant_linear,)
-        return own(layer, x, residual, post_residual_addition, *others)
+        return original(layer, x, residual, post_residual_addition, *others)
     if layer.override_orig_dtype is not None:  # rl_on_policy_target: float32 goes on
         x = x.to(layer.override_orig_dtype)
     if residual is not None and layer.fp32_residual:
@@ -113,29 +113,29 @@ def _rms(own, layer, x, residual=None, post_residual_addition=None, quant_linear
     return engines.add_norm(x, residual, weight, layer.variance_epsilon, rounding=rounding)
 
 
-def _gemma(own, layer, x, residual=None, post_residual_addition=None):
+def _gemma(original, layer, x, residual=None, post_residual_addition=None):
     """Around GemmaRMSNorm and Gemma3RMSNorm, the second of which takes no third tensor."""
     if not _served(layer, x):
         others = () if post_residual_addition is None else (post_residual_addition,)
-        return own(layer, x, residual, *others)
+        return original(layer, x, residual, *others)
     eps = layer.eps if hasattr(layer, "eps") else layer.variance_epsilon
     residual = _with(residual, post_residual_addition)
     options = {"offset": 1.0, "rounding": getattr(layer, ATTRIBUTE)}
     return engines.add_norm(x, residual, layer.weight.data, eps, **options)
 
 
-def _gemma4(own, layer, x):
+def _gemma4(original, layer, x):
     if not _served(layer, x):
-        return own(layer, x)
+        return original(layer, x)
     weight = layer.weight.data if layer.with_scale else None
     offset = layer.scale_shift if layer.with_scale else 0.0
     options = {"offset": offset, "rounding": getattr(layer, ATTRIBUTE)}
     return rms_norm(x, (x.shape[-1],), weight, layer.eps, **options)
 
 
-def _layer(own, layer, x):
+def _layer(original, layer, x):
     if not _served(layer, x) or torch.promote_types(x.dtype, layer.dtype) != layer.dtype:
-        return own(layer, x)  # it rounds x to the layer's dtype
+        return original(layer, x)  # it rounds x to the layer's dtype
     weight = layer.weight if layer.elementwise_affine else None
     bias = layer.bias if layer.use_bias else None
     rounding, eps = getattr(layer, ATTRIBUTE), layer.variance_epsilon
@@ -168,5 +168,7 @@ def _never(*_, **__) -> bool:
 
 def _run(layer: Any, x: Tensor, residual: Tensor | None) -> None:
     """Call a layer, to warm it up."""
-    takes_one = FORWARDS.get(type(layer).__name__) in (_gemma4, _layer)
-    layer.forward_cuda(x, *(() if takes_one or residual is None else (residual,)))
+    if residual is None:
+        layer.forward_cuda(x)
+    elif FORWARDS.get(type(layer).__name__) not in (_gemma4, _layer):
+        layer.forward_cuda(x, residual)

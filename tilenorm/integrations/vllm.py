@@ -52,9 +52,11 @@ def _register() -> None:
     for name, layer in layers().items():
         other = op_registry_oot.get(name)
         if other is None:
-            own = layer.name
+            original = layer.name
             CustomOp.register_oot(name=name)(layer)
-            layer.name = own  # register_oot renames it, and custom_ops=["+rms_norm"] would miss it
+            layer.name = (
+                original  # register_oot renames it, and custom_ops=["+rms_norm"] would miss it
+            )
         elif other is not layer:
             raise RuntimeError(f"another plugin replaces vLLM's {name} by {other.__module__}")
     # vLLM keeps compiled models by its own variables and configurations, and drops their guards: a
@@ -184,7 +186,7 @@ def _gated(layer, x, gate=None):
 
 def _run(layer: Any, x: Tensor, residual: Tensor | None) -> None:
     """Call a layer as an eager model does, to warm it up."""
-    takes = [parameter for parameter in (x, residual) if parameter is not None]
-    if isinstance(layer, layers()["LayerNorm"]):
-        takes = takes[:1]
-    layer.forward_cuda(*takes)
+    if residual is None:
+        layer.forward_cuda(x)
+    elif not isinstance(layer, layers()["LayerNorm"]):
+        layer.forward_cuda(x, residual)

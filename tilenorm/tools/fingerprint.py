@@ -9,7 +9,7 @@ import torch
 
 from ..launch import user_table
 from ..launch.target import Target
-from ..launch.toolchain import cuda_tile_missing, package_version
+from ..launch.toolchain import COMPILER_PACKAGES, cuda_tile_missing, package_version
 from ..launch.tuned.rules import VERSIONS
 from ..launch.tuned.tables import TABLES
 from ..ops.passes.registry import device_of, refusals
@@ -115,10 +115,12 @@ def other_compiler(target: Target) -> str | None:
     measured = table.versions if table else VERSIONS
     if versions == measured:
         return None
+    release = ".".join(measured["tileiras"].split(".")[:2])
+    remedy = " ".join(f'"{package}=={release}.*"' for package in COMPILER_PACKAGES)
     return (
         f"the configurations for {target.name} were measured with {_listed(measured)}, and this is"
         f" {_listed(versions)}: results are as accurate, but their last bits and their speed may"
-        " differ from what the records say"
+        f" differ from what the records say; pip install {remedy}"
     )
 
 

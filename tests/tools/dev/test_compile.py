@@ -1,8 +1,9 @@
 """Every kernel and plan the planner emits compiles, and those for tuned architectures do not spill.
 
-Nothing needs a GPU. The cases are drawn, the first ones of each kind are quick. A kernel takes 0.1
-to 1 s; `python -m tilenorm digests` compiles every configuration of an architecture. Tests wait for
-their own results only, which all cores produce from the moment the first test asks.
+What spills is told for the compiler with which the tables were measured. Another one has only to
+compile. Nothing needs a GPU. The cases are drawn, the first ones of each kind are quick. A kernel
+takes 0.1 to 1 s; `python -m tilenorm digests` compiles every configuration of an architecture.
+Tests wait for their own results only, which all cores produce from the moment the first test asks.
 """
 
 import gc
@@ -18,10 +19,10 @@ import torch
 from tests.ops.test_add import spec_of as spec_of_chain
 from tests.support import cases
 from tests.support.executors import with_arguments
-from tilenorm.launch import heuristics
+from tilenorm.launch import heuristics, user_table
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.target import TARGETS, Target
-from tilenorm.launch.tuned.rules import GATED_FLOAT16
+from tilenorm.launch.tuned.rules import GATED_FLOAT16, VERSIONS
 from tilenorm.launch.tuned.tables import TABLES
 from tilenorm.spec import NormSpec, Quantization
 from tilenorm.tools.dev.digests import Case, rotations
@@ -242,7 +243,10 @@ def drawn() -> dict[tuple, object]:
 @pytest.mark.parametrize("case, allowed", drawn().values())
 def test_compiles_and_spills_no_more_than_is_allowed(compiled, case, allowed):
     results = compiled(case)
+    assert results
+    if user_table.versions() != VERSIONS:
+        return
     spilled = {c.kernel: c.spill_bytes for c in results if c.spill_bytes > allowed(case, c.kernel)}
-    assert results and not spilled, f"bytes a thread: {spilled}"
+    assert not spilled, f"bytes a thread: {spilled}"
     # Tables and rows lie alike over the threads, and pass through no shared memory.
     assert not case.spec.rotation or max(c.shared_bytes for c in results) <= MOST_SHARED
