@@ -146,7 +146,7 @@ COMPILED = [(B, B), (H, F32)]  # a compile takes seconds
 CODES = ("q", "scale", "amax")
 # Public names that call no norm; override is enable and disable in turn.
 NO_NORMS = {"QuantizedNorm", "ReferenceWarning", "explain", "enable", "disable", "unpatch"}
-NO_NORMS |= {"decompositions"}
+NO_NORMS |= {"decompositions", "fingerprint"}
 
 
 def dtypes_of(use: Use, state: State) -> list[tuple]:

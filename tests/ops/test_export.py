@@ -171,7 +171,7 @@ def exported(case) -> torch.export.ExportedProgram:
 
 def test_the_cases_are_every_function_and_module():
     apart = {"compile", "decompositions", "disable", "enable", "explain", "override", "patch"}
-    apart |= {"unpatch", "QuantizedNorm", "ReferenceWarning", "__version__"}
+    apart |= {"fingerprint", "unpatch", "QuantizedNorm", "ReferenceWarning", "__version__"}
     called = {name.partition(",")[0] for name in CASES}
     assert called == {*tilenorm.__all__} - apart
 

@@ -75,7 +75,7 @@ def test_frames_by_pytorchs_operators(name):
     [
         ("rms_norm", 1, 5),
         ("add_rms_norm", 2, 6),
-        ("gated_rms_norm", 2, 6),
+        ("gated_rms_norm", 1, 6),
         ("rms_norm_add_rms_norm", 2, 10),
         ("modulated_rms_norm", 2, 11),
         ("rms_norm_rope", 2, 7),
