@@ -8,18 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support import cases, turns
+from tests.support.calls import NEEDS_GPU
+from tests.support.executors import Executor, Gpu, Interpreter
+from tests.support.outcomes import Outcomes
+from tests.support.pretended import forgotten
+from tests.support.stand_in_compiler import Compiler
 from tilenorm.__main__ import main
 from tilenorm.launch import plan, toolchain, user_table
 from tilenorm.ops.passes import native
 from tilenorm.ops.passes.native import build
 from tilenorm.spec import NormSpec
-
-from . import cases, turns
-from .executors import Executor, Gpu, Interpreter
-from .ops.helpers import NEEDS_GPU
-from .ops.pretended import forgotten
-from .outcomes import Outcomes
-from .stand_in_compiler import Compiler
 
 EXTENSION = "TESTS_EXTENSION"  # a variable: the file of the extension that serves
 ALL = "test_accuracy"  # all cases of this test are quick

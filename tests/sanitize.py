@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from tests.support import cases
+from tests.support.executors import EPS, Executor, Gpu, Inputs
 from tilenorm.launch import forced
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.config import (
@@ -26,9 +28,6 @@ from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.target import Target
 from tilenorm.ops.passes import cutile
 from tilenorm.spec import NormSpec
-
-from . import cases
-from .executors import EPS, Executor, Gpu, Inputs
 
 ROWS = 13  # tiles of four rows and one row that is left over
 

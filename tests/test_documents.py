@@ -29,13 +29,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import tilenorm
+from tests.support.pretended import pretended_gpu
 from tilenorm.launch.calls import Call
 from tilenorm.ops.passes import registry
 from tilenorm.table import OPS
 from tilenorm.tools.precompile import compile_call
 
 from . import interpreter
-from .ops.pretended import pretended_gpu
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = (".github", "bench", "tests", "tilenorm")
@@ -240,7 +240,7 @@ EXTRAS = {*re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.
 MODULES: dict[str, Callable[[str, list[str]], None]] = {
     "bench": parse,
     "pytest": lambda _, arguments: parse_pytest(arguments),
-    "tests.integrations.families": has_no_arguments,
+    "tests.integrations.families": parse,
     "tests.sanitize": has_no_arguments,
     "tests.sweep": parse,
     "tilenorm": parse,

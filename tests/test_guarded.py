@@ -3,9 +3,8 @@
 import pytest
 import torch
 
+from tests.support.guarded import GUARD, guarded
 from tilenorm.ops.passes import cutile
-
-from .guarded import GUARD, guarded
 
 
 def allocated(*shape: int, dtype=torch.float32):

@@ -13,7 +13,7 @@ import torch
 from cuda.tile._cext import default_tile_context
 
 import tilenorm
-from tests.stand_in_compiler import ERROR
+from tests.support.stand_in_compiler import ERROR
 from tilenorm.__main__ import main
 from tilenorm.launch import heuristics, user_table
 from tilenorm.launch.config import Backward, Hints, RowForward
@@ -215,7 +215,7 @@ def test_explain_options(options, capsys):
 
 
 H200 = Target.of("sm_90")
-BEST = {"forward": RowForward(2, Hints(8), (1024,)), "backward": Backward((1024,), 2)}
+BEST = {"forward": RowForward(2, Hints(8), (512, 512)), "backward": Backward((1024,), 2)}
 
 
 @pytest.fixture
@@ -241,7 +241,7 @@ def test_tune(measured, tables, capsys):
     out, err = capsys.readouterr()
     title = "rms_norm 1024 bfloat16 (weight bfloat16, bias None, offset 0) forward"
     assert f"{title}: 67.125 µs, spread 0.31%, 4000.5 GB/s, 96 samples\n" in out
-    assert "  RowForward(rows=2, hints=Hints(occupancy=8), widths=(1024,))\n" in out
+    assert "  RowForward(rows=2, hints=Hints(occupancy=8), widths=(512, 512))\n" in out
     assert f"written to {tables / 'sm_90.json'}\n" in out
     assert err.splitlines()[:2] == [title, "halfway"]
     assert heuristics.chosen(spec, H200) == BEST["forward"]

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 import tilenorm
-
-from .ops.helpers import random, through_pickle, through_save
+from tests.support.calls import random, through_pickle, through_save
 
 PAIRS = {"RMSNorm": (tilenorm.RMSNorm, nn.RMSNorm), "LayerNorm": (tilenorm.LayerNorm, nn.LayerNorm)}
 EACH_PAIR = pytest.mark.parametrize("ours, theirs", PAIRS.values(), ids=PAIRS)

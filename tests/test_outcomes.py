@@ -31,7 +31,7 @@ def test_dies(): os._exit(3)
 RUN = """
 import sys, pytest
 from pathlib import Path
-from tests.outcomes import Outcomes
+from tests.support.outcomes import Outcomes
 sys.exit(pytest.main(sys.argv[2:], plugins=[Outcomes(Path(sys.argv[1]))]))
 """
 
@@ -62,7 +62,7 @@ def test_each_case_has_an_outcome(processes, tmp_path):
 
 HOLD = """
 import sys, time
-from tests import turns
+from tests.support import turns
 turns.MOST_SECONDS = float(sys.argv[2])
 with turns.turn(float(sys.argv[1])):
     print(time.monotonic(), flush=True)

@@ -8,9 +8,10 @@ from unittest.mock import patch
 
 import pytest
 
-from tests import cases, sanitize
-from tests.executors import Interpreter
-from tests.ops.helpers import NEEDS_GPU
+from tests import sanitize
+from tests.support import cases
+from tests.support.calls import NEEDS_GPU
+from tests.support.executors import Interpreter
 from tilenorm.launch.calls import bound
 from tilenorm.launch.target import MULTIPROCESSORS, Target
 

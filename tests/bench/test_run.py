@@ -10,9 +10,8 @@ from bench.op import DIRECTIONS, Case
 from bench.providers import Provider
 from bench.record import Record
 from bench.run import run
-
-from ..ops.helpers import slow
-from ..ops.pretended import pretended_gpu
+from tests.support.calls import slow
+from tests.support.pretended import pretended_gpu
 
 EAGER, ADD = OPS["rms_norm"].eager, OPS["add_rms_norm"].eager
 CASE = Case("rms_norm", "float32", 64, 128)

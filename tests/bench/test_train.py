@@ -17,8 +17,7 @@ from bench.__main__ import main
 from bench.pair import Settings, model_of
 from bench.shapes import LLAMA, MODELS, tiny
 from bench.timing import Timer
-
-from ..ops.helpers import SLOW, slow
+from tests.support.calls import SLOW, slow
 
 pytestmark = pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")
 FOREVER = float("inf")

@@ -12,9 +12,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import ProfilerActivity, profile
 
 import tilenorm
+from tests.support.calls import Form, expected_of, incoming_of, step, tensors_of
+from tests.support.tolerance import assert_close
 
-from ..ops.helpers import Form, expected_of, incoming_of, step, tensors_of
-from ..tolerance import assert_close
 from .world import device, mesh
 
 warnings.simplefilter("ignore", tilenorm.ReferenceWarning)

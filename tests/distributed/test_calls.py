@@ -9,9 +9,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilenorm
-from tilenorm.spec import Options
-
-from ..ops.helpers import (
+from tests.support.calls import (
     ADD,
     EPS,
     FAMILY,
@@ -30,6 +28,8 @@ from ..ops.helpers import (
     slow,
     step,
 )
+from tilenorm.spec import Options
+
 from .placing import PARAMETERS, P, R, alike, case, counted, placed
 from .world import EACH_MESH, NAMES, device, mesh, on_every_rank, slow_but_first
 

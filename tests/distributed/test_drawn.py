@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard
 
-from ..ops.helpers import FAMILY, incoming_of
+from tests.support.calls import FAMILY, incoming_of
+
 from .placing import P, R, case
 from .world import NAMES, mesh, on_every_rank
 

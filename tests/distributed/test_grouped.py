@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard
 
+from tests.support.calls import call, compare, random
+from tests.support.drawn import heads_of
+
 from ..ops import test_modulated as modulated
 from ..ops import test_rope as rotated
-from ..ops.helpers import call, random
-from ..ops.test_modulated import compare
 from .placing import R, counted, placed
 from .world import EACH_MESH, NAMES, mesh, on_every_rank, slow_but_first
 
@@ -62,7 +63,7 @@ def test_modulated_rows(name, groups):
 
 def rotated_tensors(with_positions: bool) -> dict:
     """Queries and keys, and tables for every sequence, or positions that all sequences share."""
-    given = rotated.made((4, 6), (4, 4), 16, 16)
+    given = heads_of((4, 6), (4, 4), 16, 16)
     given |= {name: given[name].contiguous() for name in LEAVES[:2]}
     if with_positions:
         return given | {"positions": torch.arange(6).flip(0)}

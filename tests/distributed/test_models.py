@@ -15,9 +15,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 import tilenorm
+from tests.support.calls import EPS, FAMILY, TORCH, call, incoming_of, random, slow, step
 
 from ..integrations.graphs import FeedForward, HuggingFaceNorm
-from ..ops.helpers import EPS, FAMILY, TORCH, call, incoming_of, random, slow, step
 from .placing import alike, case, placed, profiled
 from .world import INDUCTOR, NAMES, device, mesh, on_every_rank, slow_but_first
 

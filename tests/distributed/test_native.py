@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.pretended import pretended_gpu
+from tests.support.served import entered
 from tilenorm.ops.passes import native
 from tilenorm.ops.passes.native import build
 
-from ..ops.pretended import pretended_gpu
-from ..ops.served import entered
 from .test_wrappers import alone, block, compare, rows_of, sharded, trained
 from .world import device, on_every_rank
 

@@ -17,8 +17,8 @@ from torch.distributed.pipelining import (
 )
 
 import tilenorm
+from tests.support.calls import TORCH, random
 
-from ..ops.helpers import TORCH, random
 from .test_wrappers import PYTORCHS, N, block
 from .world import NAMES, device, mesh, on_every_rank
 

@@ -11,15 +11,26 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 import tilenorm
-from tests import cases, drawing
-from tests.executors import Inputs
-from tests.kernels.helpers import check
+from tests.support import cases, drawing
+from tests.support.calls import (
+    ADD,
+    FAMILY,
+    GATED,
+    LAYER,
+    RMS,
+    call,
+    incoming_of,
+    leaves_of,
+    random,
+    step,
+)
+from tests.support.executors import Inputs
+from tests.support.pretended import GPU, forgotten
+from tests.support.results import check
 from tilenorm.ops.torch_ops import sharded_rows
 from tilenorm.spec import NormSpec
 from tilenorm.table import NORMS, OPS
 
-from ..ops.helpers import ADD, FAMILY, GATED, LAYER, RMS, call, incoming_of, leaves_of, random, step
-from ..ops.pretended import GPU, forgotten
 from .placing import R, alike, case, counted, placed, profiled
 from .world import INDUCTOR, NAMES, device, mesh, on_every_rank, slow_but_first
 

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.calls import MASKED, RMS, Form, call, gradients_like, op_arguments, step
+from tests.support.calls import random as numbers
 from tilenorm.ops.torch_ops.decompositions import KINDS
 from tilenorm.ops.torch_ops.sharding import strategies
 from tilenorm.table import BACKWARD, NOT_OF_ROWS, OPS
 
-from ..ops.helpers import MASKED, RMS, Form, call, gradients_like, op_arguments, step
-from ..ops.helpers import random as numbers
 from .placing import P, R, case, placed
 from .world import NAMES, mesh, on_every_rank
 

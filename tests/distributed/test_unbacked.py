@@ -5,8 +5,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 import tilenorm
+from tests.support.calls import random
 
-from ..ops.helpers import random
 from .world import NAMES, device, mesh, on_every_rank
 
 CAPTURES = {"capture_dynamic_output_shape_ops": True}

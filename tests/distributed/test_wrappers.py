@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import tilenorm
+from tests.support.calls import random
 
-from ..ops.helpers import random
 from .placing import counted
 from .world import INDUCTOR, NAMES, device, mesh, on_every_rank, slow_but_first
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..ops.helpers import slow
+from tests.support.calls import slow
 
 RANKS = 4
 SECONDS = 300  # for one function; a collective alone has COLLECTIVE

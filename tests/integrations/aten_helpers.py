@@ -5,12 +5,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from tests.support.executors import Interpreter
 from tilenorm.integrations import aten
 from tilenorm.launch.target import Target
 from tilenorm.ops.passes.bound import BoundNorm
 from tilenorm.ops.passes.registry import Device, cutile_implementation
-
-from ..executors import Interpreter
 
 GPU = Device("cuda", Target("sm_90", 2), 13000)
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops.helpers import random
+from tests.support.calls import random
 
 N = 8
 DTYPES = torch.float32, torch.bfloat16, torch.float16

@@ -11,10 +11,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
+from tests.support.calls import random
 from tilenorm import table
 from tilenorm.integrations.fx import Report, replace_norms
-
-from ..ops.helpers import random
 
 ATEN = torch.ops.aten
 NORM_BACKWARD = torch.ops.tilenorm.norm_backward.default

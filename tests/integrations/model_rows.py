@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from ..ops.helpers import random
+from tests.support.calls import random
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
 SIZES |= {"num_attention_heads": 4}

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.helpers import EPS, random
+from tests.support.calls import EPS, random
 
 N, BATCH, TOKENS = 48, 2, 6
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.helpers import EPS, random
+from tests.support.calls import EPS, random
 
 BATCH, TOKENS, HEADS, KEYS, D = 2, 5, 4, 2, 16
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.helpers import EPS, FAMILY, GATED, LAYER, RMS, Form
+from tests.support.calls import EPS, FAMILY, GATED, LAYER, RMS, Form
 
 N = 48
 SIGMOID = FAMILY["gated_rms_norm, sigmoid"]

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import tilenorm
+from tests.support.calls import random
 from tilenorm.integrations import aten
 from tilenorm.launch.target import Target
 from tilenorm.ops.passes import registry
@@ -22,7 +23,6 @@ from tilenorm.ops.passes.registry import Device
 from tilenorm.ops.pytorch import torch_private
 from tilenorm.ops.pytorch.torch_private import native_router, rms_norm_of_torch
 
-from ..ops.helpers import random
 from .aten_helpers import CpuOverride, cpu_override, registered
 
 SHAPES = [((5, 40), 1), ((40,), 1), ((3, 37), 1), ((2, 3, 4, 8), 2)] * 2

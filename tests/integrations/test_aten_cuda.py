@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F
 
 import tilenorm
+from tests.support.calls import NEEDS_GPU, name_of, random
+from tests.support.on_gpu import capture
 from tilenorm.integrations import aten
 from tilenorm.ops.passes import cutile
 
-from ..ops.cuda_helpers import capture
-from ..ops.helpers import NEEDS_GPU, name_of, random
 from .aten_helpers import registered
 from .graphs import step
 

@@ -13,11 +13,11 @@ from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as rot
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
 import tilenorm
+from tests.support.calls import name_of, random
 from tilenorm.integrations.patch.blocks import patched_block
 from tilenorm.integrations.patch.classes import UNREACHED, PatchedModule
 from tilenorm.integrations.patch.twin import Unrecognised
 
-from ..ops.helpers import name_of, random
 from .graphs import step
 from .modulations import BATCH, TOKENS, N
 

@@ -6,8 +6,8 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import tilenorm
+from tests.support.calls import EACH_DEVICE, EPS, NEEDS_GPU, random
 
-from ..ops.helpers import EACH_DEVICE, EPS, NEEDS_GPU, random
 from . import rotations
 from .graphs import FeedForward, HuggingFaceNorm, argument, calls, kinds_of
 from .modulations import GATED, gated

@@ -6,13 +6,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tilenorm
+from tests.support.calls import EPS, SLOW, random
 from tilenorm.integrations import joint
 from tilenorm.integrations.compile import OPTION
 from tilenorm.integrations.fx import Folds
 from tilenorm.integrations.joint import FoldPass
 from tilenorm.ops.pytorch import torch_private
 
-from ..ops.helpers import EPS, SLOW, random
 from .graphs import NORM_BACKWARD, NORMS, HuggingFaceNorm, argument
 from .stepwise import counted, sums
 

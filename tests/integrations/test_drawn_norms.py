@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import tilenorm
+from tests.support.calls import random
 from tilenorm.integrations.patch.classes import PatchedModule
 
-from ..ops.helpers import random
 from . import drawn_norms
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from tests.support.calls import EPS, random
 from tilenorm.integrations.fx import replace_norms
 from tilenorm.integrations.fx.gradients import fold_sums
 
-from ..ops.helpers import EPS, random
 from .graphs import ATEN, NORM_BACKWARD, calls, malform
 
 BF16 = torch.bfloat16

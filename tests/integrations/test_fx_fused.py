@@ -9,9 +9,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
-from tilenorm.integrations.fx import replace_norms
-
-from ..ops.helpers import (
+from tests.support.calls import (
     EACH_DEVICE,
     EPS,
     LAYER,
@@ -22,6 +20,8 @@ from ..ops.helpers import (
     random,
     tensors_of,
 )
+from tilenorm.integrations.fx import replace_norms
+
 from .graphs import ATEN, NORM_BACKWARD, argument, by_hand, calls, kinds_of
 
 BF16, F32 = torch.bfloat16, torch.float32

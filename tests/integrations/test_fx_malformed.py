@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from tests.support.calls import EPS, GATED, random, tensors_of
 from tilenorm.integrations.fx import replace_norms
 
-from ..ops.helpers import EPS, GATED, random, tensors_of
 from .graphs import ATEN, by_hand, malform
 from .rotations import rotate
 from .spellings import RMSES, SPELLINGS, N, every_spelling

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import tilenorm
+from tests.support.calls import random
 
-from ..ops.helpers import random
 from .graphs import TRACERS, by_dynamo, by_make_fx, kinds_of, module_of, step
 from .modulations import BATCH, GATED, TOKENS, N, drawn, gated
 from .stepwise import counted

@@ -11,9 +11,9 @@ from torch import nn
 from torch.fx import symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from tests.support.calls import EPS, random
 from tilenorm.integrations.fx import replace_norms
 
-from ..ops.helpers import EPS, random
 from . import rotations
 from .graphs import ATEN, NORMS, TRACERS, by_hand, calls, kinds_of, module_of, step, targets
 from .modulations import BATCH, GATED, LAYER, TOKENS, N

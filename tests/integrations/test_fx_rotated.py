@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tilenorm
+from tests.support.calls import slow
 
-from ..ops.helpers import slow
 from . import model_rows
 from .graphs import by_make_fx, calls, kinds_of, module_of, step
 from .model_rows import arguments, built

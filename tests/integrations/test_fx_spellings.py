@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ..ops.helpers import EPS, GATED, assert_step, expected_of, name_of, random, tensors_of
+from tests.support.calls import EPS, GATED, assert_step, expected_of, name_of, random, tensors_of
+
 from .graphs import TRACERS, argument, calls, kinds_of, module_of, targets
 from .spellings import RMSES, SPELLINGS, N, every_spelling
 

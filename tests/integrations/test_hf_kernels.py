@@ -11,9 +11,9 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
+from tests.support.calls import random
 from tilenorm.integrations import hf_kernels
 
-from ..ops.helpers import random
 from .counted import counting
 
 CLASSES = (LlamaRMSNorm, GptOssRMSNorm, Gemma3RMSNorm, Qwen3NextRMSNorm)

@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 import tilenorm
+from tests.support.calls import random
 from tilenorm.integrations import megatron
 from tilenorm.integrations.megatron import EarlyNorm, Norm, with_tilenorm
-
-from ..ops.helpers import random
 
 CONFIG = {
     "normalization": "RMSNorm",

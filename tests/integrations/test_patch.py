@@ -9,9 +9,9 @@ from torch import nn
 from torch.func import functional_call
 
 import tilenorm
+from tests.support.calls import random
 from tilenorm.integrations.patch import models
 
-from ..ops.helpers import random
 from . import norms
 from .drawn_norms import gated_norm
 from .norms import N

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tilenorm
+from tests.support.calls import EACH_DEVICE, name_of, slow
 
-from ..ops.helpers import EACH_DEVICE, name_of, slow
 from .model_rows import MODELS, built, step
 
 BF16, F32 = torch.bfloat16, torch.float32

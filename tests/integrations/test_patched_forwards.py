@@ -10,11 +10,11 @@ from torch.nn.utils import parametrize
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import tilenorm
+from tests.support.calls import random
+from tests.support.served import entered
 from tilenorm.integrations.patch.forwards import FILE
 from tilenorm.ops import functional
 
-from ..ops.helpers import random
-from ..ops.served import entered
 from .drawn_norms import gated_norm
 from .norms import Custom, N, UnitOffset
 

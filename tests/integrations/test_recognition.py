@@ -23,11 +23,11 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 import tilenorm
+from tests.support.calls import EACH_DEVICE, random
+from tests.support.tolerance import FLOAT32_UNITS
 from tilenorm.integrations.patch.twin import Refused, run, twin_of
 from tilenorm.ops import functional
 
-from ..ops.helpers import EACH_DEVICE, random
-from ..tolerance import FLOAT32_UNITS
 from . import norms
 from .drawn_norms import gated_norm, with_parts
 from .norms import N
@@ -177,7 +177,17 @@ def emptied_by_deepspeed():
 OTHER_TENSORS = "it has other tensors than parameters: "
 FOR_GPUS = "^its forward runs on GPUs alone, and patch tries it on the CPU$"
 CPU_BACKEND = "Could not run '_C::rms_norm' with arguments from the 'CPU' backend"
+WITHOUT_EPS = r"^it is a norm without an eps .* tilenorm.compile\(inexact=True\) replaces that$"
 NOT_RECOGNISED = {
+    "F.normalize": (
+        lambda: custom(lambda self, x: F.normalize(x, dim=-1) * N**0.5 * self.weight),
+        WITHOUT_EPS,
+    ),
+    "F.normalize, 1 + weight": (
+        lambda: custom(lambda self, x: F.normalize(x, dim=-1) * N**0.5 * (1 + self.weight)),
+        WITHOUT_EPS,
+    ),
+    "F.normalize by itself": (lambda: custom(lambda self, x: F.normalize(x, dim=-1)), NO_NORM),
     "other dimensions of images": (lambda: custom(over_channels), "with channels before others"),
     "another shape": (
         lambda: custom(lambda self, x: (norms.rms(x, self.eps) * self.weight).mean(-2)),

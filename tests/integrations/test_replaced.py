@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import tilenorm
+from tests.support.calls import TORCH, random
 from tilenorm.integrations.patch.classes import UNREACHED, PatchedModule
 from tilenorm.ops import functional
 
-from ..ops.helpers import TORCH, random
 from . import norms
 from .norms import N
 

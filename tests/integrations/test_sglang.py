@@ -22,10 +22,10 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import tilenorm
+from tests.support.calls import random
 from tilenorm.integrations import engines
 from tilenorm.integrations import sglang as plugin
 
-from ..ops.helpers import random
 from . import stand_in_sglang
 from .stand_in_sglang import RAN
 

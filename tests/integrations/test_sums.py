@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import tilenorm
+from tests.support.calls import name_of, random
 from tilenorm.integrations.patch.blocks import patched_block
 from tilenorm.integrations.patch.twin import Unrecognised
 
-from ..ops.helpers import name_of, random
 from .client_blocks import BLOCKS, LitGPT, TitanQwen, WhisperDecoder
 from .drawn_blocks import Drawing, Observed, ran
 from .graphs import step

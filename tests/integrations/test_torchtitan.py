@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import tilenorm
+from tests.support.calls import random
 
-from ..ops.helpers import random
 from .stand_in_vllm import linked
 
 ROOT = Path(__file__).parents[2]

@@ -13,9 +13,9 @@ from torch.nn.utils import parametrize
 from torch.optim.swa_utils import AveragedModel
 
 import tilenorm
+from tests.support.calls import random, through_pickle, through_save
 from tilenorm.integrations.patch.classes import PatchedModule
 
-from ..ops.helpers import random, through_pickle, through_save
 from .norms import Custom, N
 from .test_replaced import runs_tilenorm
 

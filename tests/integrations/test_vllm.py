@@ -26,10 +26,10 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
+from tests.support.calls import random
 from tilenorm.integrations import engines
 from tilenorm.integrations import vllm as plugin
 
-from ..ops.helpers import random
 from . import stand_in_vllm
 from .stand_in_vllm import RAN
 

@@ -11,9 +11,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 import tilenorm
+from tests.support.calls import random
 from tilenorm.integrations.patch import recognition, trials, wide
 
-from ..ops.helpers import random
 from .norms import Custom
 
 WIDE = {

@@ -13,7 +13,7 @@ from cuda.tile._compile import compile_tile
 from cuda.tile.compilation import CallingConvention, KernelSignature
 
 from tests import interpreter
-from tests.ops.helpers import slow
+from tests.support.calls import slow
 
 DTYPES = [ct.bool_, ct.uint8, ct.int16, ct.int32, ct.int64]
 DTYPES += [ct.float16, ct.bfloat16, ct.float32, ct.float64]

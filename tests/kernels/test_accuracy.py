@@ -5,16 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests import cases
-from tests.executors import Inputs
+from tests.support import cases
+from tests.support.executors import Inputs
+from tests.support.results import assert_same_bits, check, each_spec, over
 from tilenorm.launch import calls
 from tilenorm.launch.calls import Needs, every_gradient
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.ops.passes import cutile
 from tilenorm.spec import NormSpec
 from tilenorm.table import OPTIONS
-
-from .helpers import assert_same_bits, check, each_spec, over
 
 
 @over(argvalues=cases.matrix("forward"))
@@ -68,7 +67,7 @@ def test_every_regime_backward(executor, spec):
 
 @pytest.mark.parametrize("needs", (DX, DW_AND_DB), ids=lambda needs: needs.label)
 def test_gradients_of_shared_rows_do_not_depend_on_others(executor, needs):
-    """tests/properties draws the gradients of other rows. With a gate they have other bits on a
+    """test_drawn.py draws the gradients of other rows. With a gate they have other bits on a
     GPU: there the other gradients decide which multiplications the compiler fuses. An RMSNorm with
     a bias, which no function has, would have other segments with db than without, by sm_90's table.
     """

@@ -8,40 +8,29 @@ TOGETHER reads the weights of several segments at once.
 
 import pytest
 
-from tests import cases
-from tests.executors import Inputs, Interpreter
-from tests.ops.helpers import slow
+from tests.support import cases
+from tests.support.calls import slow
+from tests.support.executors import Inputs, Interpreter
+from tests.support.results import assert_same_bits, check_undefined, each_spec, every_result
 from tilenorm.launch.plan import plan_forward
 from tilenorm.spec import NormSpec
 
-from .helpers import assert_same_bits, each_spec, every_result
-
-# Tiles of several rows and of one, tile loads, shared rows; masked and not; aligned and not.
+# Rows that no tile of several rows holds: gathered, by tile loads, and shared. test_drawn.py draws
+# narrower ones.
 SPECS = (
-    NormSpec("rms", 24, "bfloat16", "bfloat16", "bfloat16"),
-    NormSpec("rms", 37, "float16", "float32"),
     NormSpec("rms", 1001, "bfloat16", "bfloat16"),
-    NormSpec("rms", 520, "float16", gate="float32", gate_first=True),
-    NormSpec("layer", 37, "float32", "float32", "float32", heads=4),
-    NormSpec("rms", 5120, "bfloat16", "bfloat16"),
     NormSpec("layer", 1536, "float16", "float16", "float16"),
-    NormSpec("rms", 16392, "bfloat16", residual="bfloat16"),
-    NormSpec("rms", 64, "float32", "float32", None, 1.0),
-    NormSpec("layer", 40, "bfloat16", "bfloat16", "bfloat16", residual="float32"),
+    NormSpec("rms", 5120, "bfloat16", "bfloat16"),
     NormSpec("rms", 12288, "bfloat16", "bfloat16", residual="bfloat16"),
-    NormSpec("rms", 128, "bfloat16", "bfloat16", gate="bfloat16"),
-    NormSpec("rms", 64, "bfloat16", "bfloat16", heads=3),
+    NormSpec("rms", 16392, "bfloat16", residual="bfloat16"),
 )
-ROWS = 12
+ROWS = 5
 
 
 @each_spec(argvalues=SPECS)
 @pytest.mark.parametrize("executor", cases.INTERPRETERS, indirect=True)
 def test_bits_do_not_depend_on_padding_or_the_order_of_blocks(executor, spec):
-    inputs = Inputs.random(spec, ROWS, executor.device)
-    expected = every_result(executor, spec, inputs)
-    for how in {"fill": 1e30, "order": "reverse"}, {"fill": -1e30, "order": 1}:
-        assert_same_bits(every_result(executor, spec, inputs, **how), expected)
+    check_undefined(executor, spec, Inputs.random(spec, ROWS, executor.device))
 
 
 ON_GPU = [
@@ -78,7 +67,7 @@ each_executor = pytest.mark.parametrize("executor", EXECUTORS, ids=lambda e: e.n
 # Tiles of several rows, tiles of one row (gathers, or tile loads on sm_90), and shared rows.
 SAVING = [
     NormSpec(hidden=n, dtype=B, weight=B, **fields)
-    for n in (24, 37, 4096, 5120, 16392)
+    for n in (24, 37, 4096, 4104, 16392)
     for fields in (
         {"norm": "rms", "bias": B},
         {"norm": "layer", "residual": B, "heads": 2},
@@ -97,7 +86,7 @@ TOGETHER = (
 @each_spec(argvalues=SAVING)
 @each_executor
 def test_packed_and_reread(executor, spec):
-    inputs = Inputs.random(spec, 3, executor.device)
+    inputs = Inputs.random(spec, 3 if spec.hidden < 16384 else 1, executor.device)
     expected = every_result(executor, spec, inputs, PACKED=False, FETCH=False, REREAD=False)
     for more in (False, True):
         found = every_result(executor, spec, inputs, PACKED=True, FETCH=more, REREAD=more)

@@ -7,17 +7,16 @@ import cuda.tile as ct
 import pytest
 import torch
 
-from tests import cases
-from tests.executors import Inputs, Interpreter
 from tests.interpreter import Tile
-from tests.ops.helpers import slow
+from tests.support import cases
+from tests.support.calls import slow
+from tests.support.executors import Inputs, Interpreter
+from tests.support.results import assert_same_bits
 from tilenorm.kernels import exchange
 from tilenorm.kernels.exchange import SUM_POLLS, Slots
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.spec import NormSpec
-
-from .helpers import assert_same_bits
 
 ROWS = 3
 NEVER = 1 << 30

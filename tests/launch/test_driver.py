@@ -11,9 +11,9 @@ import pytest
 import torch
 from cuda.tile._cext import default_tile_context
 
-from tests import stand_in_driver
-from tests.executors import backward_calls, forward_calls
-from tests.ops.helpers import slow
+from tests.support import stand_in_driver
+from tests.support.calls import slow
+from tests.support.executors import backward_calls, forward_calls
 from tilenorm.launch import driver, toolchain
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.driver import Argument, Prepared, arguments_of, repeating
@@ -216,8 +216,8 @@ import cuda.tile as ct
 original = ct.launch
 ct.launch = lambda stream, grid, kernel, arguments, /: original(0, (1,), kernel, ())
 import pathlib, pytest
-from tests import stand_in_compiler, stand_in_driver
-from tests.executors import backward_calls, forward_calls
+from tests.support import stand_in_compiler, stand_in_driver
+from tests.support.executors import backward_calls, forward_calls
 from tests.launch.test_driver import SPECS, numbered
 from tilenorm.launch import driver, kernel
 from tilenorm.launch.calls import Launch, every_gradient

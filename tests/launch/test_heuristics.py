@@ -5,7 +5,7 @@ from itertools import chain, pairwise, product
 
 import pytest
 
-from tests import cases
+from tests.support import cases
 from tilenorm.launch import heuristics
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.config import Config, Served

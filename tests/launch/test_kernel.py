@@ -13,9 +13,9 @@ import cuda.tile as ct
 import pytest
 from cuda.tile._cext import default_tile_context
 
-from tests.executors import forward_calls
 from tests.ops.test_memory import at_once
-from tests.stand_in_compiler import CRASH
+from tests.support.executors import forward_calls
+from tests.support.stand_in_compiler import CRASH
 from tilenorm.kernels.forward import row_forward
 from tilenorm.launch import disk_cache
 from tilenorm.launch.config import Hints

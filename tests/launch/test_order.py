@@ -10,9 +10,9 @@ from random import Random
 
 import pytest
 
-from tests import cases, drawing
-from tests.executors import forward_calls
-from tests.quantized import HOWS
+from tests.support import cases, drawing
+from tests.support.executors import forward_calls
+from tests.support.quantized import HOWS
 from tilenorm.launch.calls import constants_of
 from tilenorm.launch.order import forward_order, prescribed, slices_of
 from tilenorm.launch.plan import ForwardPlan, plan_forward

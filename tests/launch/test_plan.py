@@ -4,8 +4,8 @@ from itertools import cycle, product
 
 import pytest
 
-from tests import cases
-from tests.executors import arguments_of, backward_calls, forward_calls
+from tests.support import cases
+from tests.support.executors import arguments_of, backward_calls, forward_calls
 from tilenorm.kernels.forward import row_forward
 from tilenorm.launch import user_table
 from tilenorm.launch.calls import MAX_GRID, MAX_SIDE, Needs, constants_of, every_gradient
@@ -17,6 +17,7 @@ from tilenorm.launch.tiling import CLEAR_SLOTS
 from tilenorm.launch.user_table import Key
 from tilenorm.ops.passes.registry import MAX_ROWS
 from tilenorm.spec import NormSpec
+from tilenorm.tools.precompile import calls_of
 
 H200 = Target.of("sm_90")
 ALL = Needs(True, True, True)
@@ -109,6 +110,16 @@ def test_the_norm_kernel_overlaps_clear_slots(arch, overlap):
         assert arguments_of(first)["SLOTS"] is arguments_of(main)["SLOTS"]
         assert [c.overlap for c in calls] == [False, overlap, *(overlap for _ in rest)]
         assert all(arguments_of(call)["OVERLAP"] is overlap for call in calls)
+
+
+@pytest.mark.parametrize("arch, overlap", [("sm_80", False), ("sm_90", True)])
+def test_one_kernel_starts_before_the_norms_ends(arch, overlap):
+    """The sums over columns, or those by group where nothing has been summed over columns."""
+    for weight, kernels in ((None, 2), ("bfloat16", 3)):
+        spec = NormSpec("rms", 64, "bfloat16", weight, mod_scale="bfloat16")
+        plan = plan_backward(spec, Target.of(arch), every_gradient(spec))
+        calls = calls_of(plan, 1000, 4)
+        assert [c.overlap for c in calls] == [False, overlap, False][:kernels]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=cases.label)

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from tests import cases
+from tests.support import cases
 from tilenorm.launch import heuristics, user_table
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.config import Backward, Hints, RowForward, SharedForward, StreamForward

@@ -5,16 +5,15 @@ import pytest
 import torch
 
 import tilenorm
-from tests.stand_in_compiler import compiling_gpu
-from tests.stand_in_cxx import Cxx
+from tests.support.calls import CALLS, DEVICES, Form
+from tests.support.pretended import CACHES, GPU, by, forgotten, pretended_gpu
+from tests.support.stand_in_compiler import compiling_gpu
+from tests.support.stand_in_cxx import Cxx
 from tilenorm.launch import plan, toolchain
 from tilenorm.ops.passes import cutile, native, reference, registry
 from tilenorm.ops.passes.native import build
 from tilenorm.tools import fingerprint, info, precompile
 from tilenorm.tools.cubin import Resources
-
-from .helpers import CALLS, DEVICES, Form
-from .pretended import CACHES, GPU, by, forgotten, pretended_gpu
 
 
 @pytest.fixture(params=DEVICES)
@@ -23,9 +22,13 @@ def device(request) -> str:
     return request.param
 
 
-@pytest.fixture(params=["reference", "kernels"])
+@pytest.fixture(params=["reference", "kernels", "extension"])
 def served(request) -> str:
-    """What serves calls on a CPU, in a block of `by`: the kernels are interpreted."""
+    """What serves calls on a CPU, in a block of `by`: the reference, or interpreted kernels, which
+    Python launches, or the extension in C++.
+    """
+    if request.param == "extension":
+        request.getfixturevalue("extension")
     return request.param
 
 
@@ -64,14 +67,20 @@ def in_python():
     native.state().use(extension)
 
 
-@pytest.fixture(scope="module")
-def extension(extension_file):
+@pytest.fixture(scope="session")
+def loaded_extension(extension_file):
+    """The extension in C++ of this session, or None where there is no compiler."""
+    return extension_file and (native.state().extension or build.load(extension_file))
+
+
+@pytest.fixture
+def extension(loaded_extension):
     """The extension in C++ is in service."""
-    if extension_file is None:
+    if loaded_extension is None:
         pytest.skip(build.refused() or build.missing())
     before = native.state().extension
-    native.state().use(before or build.load(extension_file))
-    yield native.state().extension
+    native.state().use(loaded_extension)
+    yield loaded_extension
     native.state().use(before)
 
 
@@ -130,7 +139,8 @@ def gradients_made(no_memory, monkeypatch):
     def spy(function):
         def call(*args, **kwargs):
             outputs = function(*args, **kwargs)
-            made.append({n for n, t in zip(names, outputs, strict=True) if t is not None})
+            every = (*names, *range(len(names), len(outputs)))  # more of modulated and rotated ones
+            made.append({n for n, t in zip(every, outputs, strict=True) if t is not None})
             return outputs
 
         return call

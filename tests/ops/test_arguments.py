@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import tilenorm
+from tests.support.calls import TORCH
+from tests.support.pretended import WARM, pretended_gpu
+from tests.support.wrong_calls import Function, Wrong, of_functions, of_integrations, of_modules
 from tilenorm.launch import plan
 from tilenorm.ops import call as calls
 from tilenorm.ops.passes import bound, cutile, reference, registry
-from tilenorm.table import NORMS
-
-from .helpers import TORCH
-from .wrong_calls import Function, Wrong, of_functions, of_integrations, of_modules
+from tilenorm.table import NORMS, OPS
 
 FUNCTIONS = dict([*of_functions(), *of_modules(), *of_integrations()])
 PLANS = (bound.bound_for, plan.plan_forward, plan.plan_backward)
@@ -88,7 +88,7 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_wrong_calls(name, no_memory):
+def test_wrong_calls(name, no_memory, request):
     """Also after a right call, whose plan is remembered. A right call works after a wrong one."""
     function = FUNCTIONS[name]
     kinds = {what: expected_type(wrong) for what, wrong in function.wrong.items()}
@@ -96,6 +96,12 @@ def test_wrong_calls(name, no_memory):
     result = function.right()
     assert not problems_of(function, kinds)
     assert same(function.right(), result)
+    if name in OPS:
+        request.getfixturevalue("extension")
+        with pretended_gpu():
+            results = [function.right() for _ in range(WARM)]
+            assert not problems_of(function, kinds)
+            assert same(function.right(), results[0])
 
 
 @pytest.mark.parametrize("op", NORMS)

@@ -14,11 +14,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
 import tilenorm
-from tilenorm.ops.torch_ops import inductor
-from tilenorm.table import OPS, QUANTIZED_NORMS
-
-from ..quantized import bits
-from .helpers import (
+from tests.support.calls import (
     ADD,
     CALLS,
     call,
@@ -30,7 +26,10 @@ from .helpers import (
     step,
     tensors_of,
 )
-from .uses import USES, Use
+from tests.support.quantized import bits
+from tests.support.uses import USES, Use
+from tilenorm.ops.torch_ops import inductor
+from tilenorm.table import OPS, QUANTIZED_NORMS
 
 OPTIONS = {"offset": 1.0}
 B, F32 = torch.bfloat16, torch.float32

@@ -13,17 +13,7 @@ import torch
 from torch.nn import functional as F
 
 import tilenorm
-from tests.guarded import guarded
-from tests.oracle import Truth
-from tests.tolerance import assert_close
-from tilenorm.launch.calls import every_gradient
-from tilenorm.launch.plan import plan_backward, plan_forward
-from tilenorm.ops.passes.quantize import quantize
-from tilenorm.spec import NormSpec, Quantization
-
-from . import test_add
-from .cuda_helpers import forms_and_widths, made, ops_seen, target, train
-from .helpers import (
+from tests.support.calls import (
     EACH_FORM,
     FAMILY,
     NEEDS_GPU,
@@ -36,6 +26,16 @@ from .helpers import (
     same,
     spec_of,
 )
+from tests.support.guarded import guarded
+from tests.support.on_gpu import forms_and_widths, made, ops_seen, target, train
+from tests.support.oracle import Truth
+from tests.support.tolerance import assert_close
+from tilenorm.launch.calls import every_gradient
+from tilenorm.launch.plan import plan_backward, plan_forward
+from tilenorm.ops.passes.quantize import quantize
+from tilenorm.spec import NormSpec, Quantization
+
+from . import test_add
 
 pytestmark = NEEDS_GPU
 B = torch.bfloat16

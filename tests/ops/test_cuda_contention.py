@@ -16,11 +16,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tests.stand_in_driver import ROOT
+from tests.support.calls import FAMILY, NEEDS_GPU, same
+from tests.support.on_gpu import made, train
+from tests.support.stand_in_driver import ROOT
 from tilenorm.launch.kernel import Kernel
-
-from .cuda_helpers import made, train
-from .helpers import FAMILY, NEEDS_GPU, same
 
 pytestmark = NEEDS_GPU
 

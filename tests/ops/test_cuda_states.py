@@ -18,19 +18,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tilenorm
+from tests.support.calls import NEEDS_GPU, name_of, slow
+from tests.support.on_gpu import capture
+from tests.support.oracle import Truth
+from tests.support.pretended import pretended_gpu
+from tests.support.quantized import bits, check
+from tests.support.tolerance import assert_close
+from tests.support.uses import CHAINS, HIDDEN, HOW, ROWS, USES, Outputs, Use, of_function
 from tilenorm.ops import call
 from tilenorm.ops.passes import cutile, native
 from tilenorm.ops.pytorch import torch_private
 from tilenorm.ops.torch_ops import library
 from tilenorm.table import OPS
-
-from ..oracle import Truth
-from ..quantized import bits, check
-from ..tolerance import assert_close
-from .cuda_helpers import capture
-from .helpers import NEEDS_GPU, name_of, slow
-from .pretended import pretended_gpu
-from .uses import CHAINS, HIDDEN, HOW, ROWS, USES, Outputs, Use, of_function
 
 
 class State(NamedTuple):
@@ -147,7 +146,7 @@ COMPILED = [(B, B), (H, F32)]  # a compile takes seconds
 CODES = ("q", "scale", "amax")
 # Public names that call no norm; override is enable and disable in turn.
 NO_NORMS = {"QuantizedNorm", "ReferenceWarning", "explain", "enable", "disable", "unpatch"}
-NO_NORMS |= {"decompositions"}
+NO_NORMS |= {"decompositions", "fingerprint"}
 
 
 def dtypes_of(use: Use, state: State) -> list[tuple]:

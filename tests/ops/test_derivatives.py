@@ -9,9 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import tilenorm
-from tilenorm.ops.passes import registry
-
-from .helpers import (
+from tests.support.calls import (
     CALLS,
     FEW,
     by_pytorch,
@@ -21,8 +19,10 @@ from .helpers import (
     op_call,
     random,
     slow,
+    step,
     tensors_of,
 )
+from tilenorm.ops.passes import registry
 
 
 def second(form, function, tensors, incoming, options):
@@ -49,6 +49,7 @@ def test_second_derivatives_agree_with_those_in_float64(device, form):
             torch.testing.assert_close(a.cpu().double(), b, rtol=1e-5, atol=2e-5 * scale)
 
 
+EACH_WAY = pytest.mark.usefixtures("way")
 PARAMETERS = {"none": (), "weight": ("weight",), "both": ("weight", "bias"), "bias": ("bias",)}
 CHECKED = [("rms_norm", kept, offset) for kept in PARAMETERS for offset in (0.0, 1.0)]
 CHECKED += [(name, "both", 1.0) for name in CALLS if name != "rms_norm"]
@@ -170,6 +171,7 @@ def test_transforms_do_not_take_the_kernels(compiled, monkeypatch, dynamo):
         run(random(3, 8))
 
 
+@EACH_WAY
 def test_outputs_may_be_detached_in_place(device, form):
     """As zero-bubble pipelines do with what a stage returns. PyTorch refuses it for views."""
     tensors = tensors_of(form, 2, 3, 16, device=device)
@@ -178,6 +180,7 @@ def test_outputs_may_be_detached_in_place(device, form):
         assert not y.detach_().requires_grad
 
 
+@EACH_WAY
 def test_no_gradient_is_the_callers_memory(device, form):
     """Nor that of an output, nor is an output that of an input."""
     tensors = leaves_of(tensors_of(form, 7, 40, device=device))
@@ -195,6 +198,7 @@ def test_no_gradient_is_the_callers_memory(device, form):
         assert not made & {*starts}
 
 
+@EACH_WAY
 def test_what_the_backward_pass_needs_may_not_be_written_to(device, form):
     tensors = leaves_of(tensors_of(form, 5, 8, device=device))
     tensors["input"] = tensors["input"] * 1
@@ -204,3 +208,18 @@ def test_what_the_backward_pass_needs_may_not_be_written_to(device, form):
         saved.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         outputs[0].sum().backward()
+
+
+@EACH_WAY
+def test_an_output_is_changed_in_place_and_a_graph_is_used_once(device):
+    form, ones = CALLS["layer_norm"], torch.ones(5, 8, device=device)
+    tensors = tensors_of(form, 5, 8, device=device)
+    once, given = step(form, tensors, [ones]), leaves_of(tensors)
+    (y,) = call(form, given)
+    y.mul_(2)
+    with pytest.raises(RuntimeError, match="Mismatch in shape"):
+        y.backward(torch.ones(2, 8, device=device))
+    y.backward(ones)
+    assert all(torch.equal(t.grad, 2 * once[name]) for name, t in given.items())
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        y.backward(ones)

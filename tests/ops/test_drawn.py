@@ -1,136 +1,75 @@
 """Drawn calls of every function: accurate, of the same bits in any layout and with and without
-gradients, and with no other gradient computed than is asked for.
+gradients, in warm calls as in cold ones, and with no other gradient computed than is asked for.
 """
 
 from random import Random
-from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests import layouts
-
-from .helpers import (
+from tests.support.calls import (
     DTYPES,
     FAMILY,
+    PARAMETERS,
     Form,
-    assert_step,
     before,
     call,
-    expected_of,
-    incoming_of,
     leaves_of,
+    messages,
     name_of,
     rows_of,
     same,
     step,
-    tensors_of,
 )
-from .passes import passes
-from .pretended import by
+from tests.support.drawn import CHAINS, F32, F64, FORMS, B, Drawn, check, draw, laid_out
+from tests.support.passes import passes
+from tests.support.pretended import by
+from tilenorm.table import NORMS
 
-EXAMPLES = 4
-B, F32, F64 = torch.bfloat16, torch.float32, torch.float64
-# Leading sizes and normalised sizes. Rows of one or two elements, all of whose terms cancel.
-LEADS = ((), (1,), (7,), (37,), (2, 3), (0,), (2, 0))
-SIZES = ((1,), (2,), (3,), (24,), (96,), (100,), (513,), (0,), (4, 6), (2, 3, 4))
-
-
-class Drawn(NamedTuple):
-    """A step. incoming: a gradient for each output, None for one that is not used. asked: the
-    tensors whose gradients are asked for. options: of `step`.
-    """
-
-    tensors: dict[str, Tensor]
-    incoming: list[Tensor | None]
-    asked: list[str]
-    options: dict
-
-
-def drawn_dtypes(rng: Random, form: Form, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Of the tensors beside the input: all that a call takes."""
-    others = (dtype, dtype, F32, B)
-    if dtype == F64 or form.branch:
-        others = (dtype, F32) if dtype != F64 or not form.branch else (F64,)
-    return {"other": rng.choice(others), "parameter": rng.choice((dtype, dtype, F32))}
-
-
-def draw(rng: Random, form: Form, dtype: torch.dtype, device: str) -> Drawn:
-    lead, size = rng.choice(LEADS), rng.choice(SIZES)
-    heads = rng.choice((0, 0, 1, 6))
-    shape = (*lead, *([heads] if heads else []), *size)
-    tensors = tensors_of(
-        form,
-        *shape,
-        dims=len(size),
-        parameter_shape=(heads, *size) if heads else None,
-        dtype=dtype,
-        device=device,
-        **drawn_dtypes(rng, form, dtype),
-    )
-    if "addend" in tensors and rng.random() < 0.5:
-        tensors["addend"] = tensors["addend"].to(dtype)
-    for name in ("weight", "bias"):
-        if rng.random() < 0.2:
-            del tensors[name]
-    incoming = [*incoming_of(tensors)]
-    if len(incoming) == 2 and rng.random() < 0.4:
-        incoming[rng.randrange(2)] = None
-    names = [n for n in tensors if n != "dropout_mask"]
-    if incoming[0] is None:
-        names = [n for n in names if n not in ("weight", "bias")]
-    asked = rng.sample(names, rng.choice((1, len(names) - 1 or 1, len(names), len(names))))
-    options = {"dims": len(size), "offset": rng.choice((0.0, 1.0, -0.5))}
-    options["rounding"] = rng.choice(("late", "late", "early"))
-    return Drawn(tensors, incoming, asked, options)
-
-
-def laid_out(rng: Random, t: Tensor | None) -> Tensor | None:
-    """The same numbers elsewhere in memory: apart, not aligned, in another order or broadcast."""
-    if t is None or not t.dim() or not t.numel():
-        return t
-    return layouts.draw(rng, tuple(t.shape), False).filled(t)
-
-
-def check_elsewhere(rng: Random, form: Form, drawn: Drawn, found: dict[str, Tensor]) -> None:
-    """Where the tensors lie changes no bit, and none is written to."""
-    of_rows = rng.choice(([*rows_of(drawn.tensors)], ["input"], [*drawn.tensors]))
-    tensors = drawn.tensors | {n: laid_out(rng, drawn.tensors[n]) for n in of_rows}
-    incoming = [laid_out(rng, dy) for dy in drawn.incoming]
-    got = step(form, tensors, incoming, drawn.asked, **drawn.options)
-    assert same(got, found)
-    assert all(t.is_contiguous() for n, t in got.items() if n in ("output", "sum"))
-    assert all(torch.equal(tensors[name], t) for name, t in drawn.tensors.items())
-
-
+# Of plain norms, and of others.
+EXAMPLES = {"reference": (4, 8), "kernels": (4, 2), "sm_80": (1, 1), "extension": (1, 1)}
 # float64 is served by the reference.
 SERVED = [(dtype, served) for dtype in DTYPES for served in ("reference", "kernels")][:-1]
+SERVED += [(B, "sm_80"), (B, "extension")]
 
 
-@pytest.mark.parametrize("dtype, served", SERVED, ids=name_of)
-def test_accuracy(device, served, form, dtype, gradients_made):
+@pytest.mark.parametrize("dtype, served", SERVED, ids=name_of, indirect=["served"])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_accuracy(device, served, form, dtype, gradients_made, told):
     rng = Random(f"{form} {dtype} {served}")
-    for _ in range(EXAMPLES):
+    for _ in range(EXAMPLES[served][form.op not in NORMS]):
         drawn = draw(rng, form, dtype, device)
         tensors, incoming, asked, options = drawn
         gradients_made.clear()
         with by(served, device):
             found = step(form, tensors, incoming, asked, **options)
-            if tensors["input"].numel():
+            if form.op in NORMS and tensors["input"].numel() and served != "extension":
                 # The gradient of a sum alone needs no kernel.
                 wanted = [] if incoming[0] is None else passes(tensors, asked)
                 assert gradients_made == wanted, "computed other gradients than asked for"
             check_elsewhere(rng, form, drawn, found)
             check_without_gradients(form, drawn, found)
-            if form.other == "residual":
+            if form.other == "residual" and form.op in NORMS:
                 check_addition(form, drawn, found)
-        wanted = {n: (tensors[n].dtype, tensors[n].shape) for n in asked}
-        assert {n: (t.dtype, t.shape) for n, t in found.items() if n in tensors} == wanted
-        if tensors["input"].shape[-options["dims"] :].numel():
-            # A layer scale's gradient is made of rounded numbers: test_add.py holds it.
-            names = found.keys() - ({"layer_scale"} if dtype.itemsize == 2 else set())
-            assert_step(found, expected_of(form, tensors, incoming, **options), names)
+            if form.op in CHAINS:
+                check_chain(form, drawn, found)
+        assert form.op in NORMS or served == "reference" or not messages(told)
+        check(form, drawn, found)
+        told.clear()
+
+
+def check_elsewhere(rng: Random, form: Form, drawn: Drawn, found: dict[str, Tensor]) -> None:
+    """Where the tensors lie changes no bit, and none is written to. The last call is a warm one."""
+    tensors, incoming = drawn.tensors, drawn.incoming
+    of_rows = rng.choice(([*rows_of(tensors)], ["input"], [*tensors]))
+    moved = tensors | {n: laid_out(rng, tensors[n]) for n in of_rows}
+    dys = incoming and [laid_out(rng, dy) for dy in incoming]
+    for given, dy in ((moved, dys), (tensors, incoming), (tensors, incoming)):
+        got = step(form, given, dy, drawn.asked, **drawn.options)
+        assert same(got, found)
+    assert all(t.is_contiguous() for n, t in got.items() if n in ("output", "sum"))
+    assert all(torch.equal(moved[name], t) for name, t in tensors.items())
 
 
 def check_without_gradients(form: Form, drawn: Drawn, found: dict[str, Tensor]) -> None:
@@ -151,8 +90,9 @@ def apart(form: Form, tensors: dict[str, Tensor], dims: int, **options) -> tuple
 
 
 def check_addition(form: Form, drawn: Drawn, found: dict[str, Tensor]) -> None:
-    """Results have the bits of the operations one after the other. That of the layer scale, and all
-    but the sum on a GPU, may be added up in another order, which tips a rounding.
+    """Results have the bits of the operations one after the other. All but the sum on a GPU, and
+    the gradients of parameters where the input is masked or scaled, may be added up in another
+    order, which tips a rounding.
     """
     tensors, incoming, asked, options = drawn
     x, residual = before(form, tensors), tensors["residual"]
@@ -160,9 +100,27 @@ def check_addition(form: Form, drawn: Drawn, found: dict[str, Tensor]) -> None:
     if x.dtype != tensors["input"].dtype or not x.numel():
         return
     for name, other in step(form, tensors, incoming, asked, function=apart, **options).items():
-        if name == "layer_scale" or (other.is_cuda and name != "sum"):
+        of_branch = form.branch and name in PARAMETERS
+        if of_branch or (other.is_cuda and name != "sum"):
             close = {torch.float16: 2e-2, B: 1e-1, F32: 1e-4, F64: 1e-10}
             bound = max(close[other.dtype], close[found["output"].dtype])
             torch.testing.assert_close(found[name], other, rtol=bound, atol=bound)
         else:
             assert torch.equal(found[name], other), name
+
+
+def check_chain(form: Form, drawn: Drawn, found: dict[str, Tensor]) -> None:
+    """The two functions one after the other round where the chain does. In one pass, sums in
+    another order move a number by a unit in the last place, or in that of the sum.
+    """
+    t, how = drawn.tensors, {"eps": 1e-6} | drawn.options
+    one, two = form.op.split("_add_")
+    names = ({"weight": "weight", "bias": "bias"}, {"weight": "next_weight", "bias": "next_bias"})
+    first, second = ({n: t[m] for n, m in pair.items() if m in t} for pair in names)
+    (total,) = call(
+        FAMILY[f"{one}_add"], {"input": t["input"], "skip": t["residual"]} | first, **how
+    )
+    (y,) = call(FAMILY[two], {"input": total} | second, **how)
+    for name, other in (("output", y), ("sum", total)):
+        bound = 0.0 if found[name].dtype == F64 else 4 * torch.finfo(other.dtype).eps
+        torch.testing.assert_close(found[name], other, rtol=bound, atol=bound)

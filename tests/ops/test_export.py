@@ -14,10 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.cpp_extension import CUDA_HOME
 
 import tilenorm
-from tilenorm.table import NORMS, OPS, QUANTIZED_NORMS, ROTATED_NORMS
-
-from ..quantized import HOWS, arguments, label
-from .helpers import (
+from tests.support.calls import (
     CALLS,
     FAMILY,
     FEW,
@@ -30,7 +27,9 @@ from .helpers import (
     tensors_of,
     tensors_of_op,
 )
-from .helpers import each as each_form
+from tests.support.calls import each as each_form
+from tests.support.quantized import HOWS, arguments, label
+from tilenorm.table import NORMS, OPS, QUANTIZED_NORMS, ROTATED_NORMS
 
 N = 256
 TAKEN = [port for op in OPS.values() for port in op.takes]
@@ -172,7 +171,7 @@ def exported(case) -> torch.export.ExportedProgram:
 
 def test_the_cases_are_every_function_and_module():
     apart = {"compile", "decompositions", "disable", "enable", "explain", "override", "patch"}
-    apart |= {"unpatch", "QuantizedNorm", "ReferenceWarning", "__version__"}
+    apart |= {"fingerprint", "unpatch", "QuantizedNorm", "ReferenceWarning", "__version__"}
     called = {name.partition(",")[0] for name in CASES}
     assert called == {*tilenorm.__all__} - apart
 

@@ -8,6 +8,10 @@ import pytest
 import torch
 
 import tilenorm
+from tests.support.calls import random
+from tests.support.cases import target
+from tests.support.pretended import pretended_gpu
+from tests.support.uses import USES
 from tilenorm.launch import forced
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.config import Backward, Hints, RopeBackward, RopeForward, RowForward
@@ -16,11 +20,6 @@ from tilenorm.ops.passes import cutile
 from tilenorm.spec import NormSpec
 from tilenorm.table import OPS, ROTATED_NORMS
 from tilenorm.tools.explain import explain_spec, planned_device
-
-from ..cases import target
-from .helpers import random
-from .pretended import pretended_gpu
-from .uses import USES
 
 B = torch.bfloat16
 ONE_ROW = RowForward(rows=1)

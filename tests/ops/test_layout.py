@@ -8,14 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tilenorm
+from tests.support.calls import random
+from tests.support.passes import Seen
+from tests.support.pretended import pretended_gpu, tensors_among
 from tilenorm.launch.calls import bound
 from tilenorm.ops.passes import cutile
 from tilenorm.ops.passes.reading import parameter_of, rows_of, vector_of
 from tilenorm.spec import NormSpec
-
-from .helpers import random
-from .passes import Seen
-from .pretended import pretended_gpu, tensors_among
 
 
 def spec_of(hidden, heads=0, **fields) -> NormSpec:

@@ -1,8 +1,8 @@
 """The torch.library ops: their contracts, fakes, decompositions, and what Inductor's generated code
 calls in their place.
 
-The calls of plain norms are drawn. Those of chained, modulated and rotated norms follow from the
-table of ops, and so do graphs of them, and each gradient alone.
+Calls are drawn. Graphs and derivatives of chained, modulated and rotated norms follow from the
+table of ops.
 """
 
 from random import Random
@@ -13,15 +13,21 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 from torch.testing._internal.two_tensor import TwoTensor
 
-from tilenorm.table import MODULATED_NORMS, OPS, ROTATED_NORMS
-
-from . import helpers
-from .helpers import DTYPES, RMS, Form, by_inductor, messages, op_call, random, tensors_of_op
-from .passes import Seen, changed, check_decomposition, detached, named
-from .pretended import by
-from .test_drawn import draw, laid_out
-from .test_modulated import compare
-from .uses import CHAINS
+from tests.support import calls as helpers
+from tests.support.calls import (
+    DTYPES,
+    RMS,
+    Form,
+    by_inductor,
+    compare,
+    op_call,
+    random,
+    tensors_of_op,
+)
+from tests.support.drawn import CHAINS, FORMS, draw, laid_out
+from tests.support.passes import Seen, changed, check_decomposition, detached, named
+from tests.support.pretended import by
+from tilenorm.table import MODULATED_NORMS, NORMS, OPS, ROTATED_NORMS
 
 B, F32 = torch.bfloat16, torch.float32
 OTHERS = {name: Form(name) for name in MODULATED_NORMS}
@@ -29,7 +35,6 @@ OTHERS |= {name: Form(name, {"offset": 0.5}) for name in (*CHAINS, *ROTATED_NORM
 EACH_OP = pytest.mark.parametrize("name", OTHERS)
 ALL_UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor")
 ALL_UTILITIES += ("test_aot_dispatch_dynamic",)
-EACH_WAY = pytest.mark.parametrize("served", ["reference", "sm_80", "sm_90"])
 
 
 def needing(op, arguments: tuple) -> tuple:
@@ -57,43 +62,48 @@ def check_alone(op, arguments: tuple, served: str, device: str = "cpu") -> tuple
     return found
 
 
+@pytest.mark.parametrize("served", ["reference", "kernels", "sm_80"])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_drawn_calls(device, served, form):
-    """Also of no rows, and of rows apart; mean and rstd have the leading sizes of the rows."""
+    """Also of no rows, and of rows apart; mean and rstd have the leading sizes of the rows. What
+    only a gradient needs, and gradients by their mask, are empty where none asks.
+    """
     rng = Random(f"{form} {served}")
     for number, dtype in enumerate(rng.sample(DTYPES[1:], 2)):
         drawn = draw(rng, form, dtype, device)
         tensors = {n: rng.choice((t, laid_out(rng, t))) for n, t in drawn.tensors.items()}
         with Seen() as seen:
             helpers.step(form, tensors, drawn.incoming, drawn.asked, **drawn.options)
-        x, dims = tensors["input"], drawn.options["dims"]
         with by(served, device):
             eager = helpers.call(form, tensors, **drawn.options)
         for op, arguments in seen.calls:
             found = check_alone(op, arguments, served, device)
             if op._opname == form.op:
                 assert all(map(torch.equal, eager, found))
+            if op._opname == form.op and form.op in NORMS:
+                x, dims = tensors["input"], drawn.options["dims"]
                 shapes = [t.shape for t in found[len(drawn.incoming) :]]
                 lead = x.shape[:-dims] if x.shape[-dims:].numel() else (0,)
                 assert shapes == [lead] * (2 if "layer" in form.op else 1)
-            if served == "kernels":
+            if served != "reference":
                 continue
             # Tracing with symbolic sizes takes longest, and is the same for every dtype.
             utilities = ALL_UTILITIES if number == 0 else ALL_UTILITIES[:-1]
             opcheck(op, needing(op, arguments), test_utils=utilities)
+            arguments = tuple(map(detached, arguments))
             if op._opname == form.op:
-                arguments = changed(op, tuple(map(detached, arguments)), save=False)
-                assert op(*arguments)[-1].shape == (0,)
+                arguments = changed(op, arguments, save=False)
+                assert not any(t.numel() for t in op(*arguments)[len(eager) :])
                 opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+            elif "output_mask" in (given := named(op, arguments)):
+                nothing = [False] * len(given["output_mask"])
+                assert not any(t.numel() for t in op(*changed(op, arguments, output_mask=nothing)))
 
 
 def made(name: str, dtype: torch.dtype = F32, **sizes) -> dict[str, torch.Tensor]:
     """Every tensor that an op takes; those that have a gradient require it."""
     given = tensors_of_op(name, dtype, **sizes)
     return {p.name: given[p.name].requires_grad_(p.grad) for p in OPS[name].takes}
-
-
-def leaves_of(given: dict) -> list[torch.Tensor]:
-    return [t for t in given.values() if t.requires_grad]
 
 
 def call(name: str, given: dict, **how) -> tuple[torch.Tensor, ...]:
@@ -103,43 +113,6 @@ def call(name: str, given: dict, **how) -> tuple[torch.Tensor, ...]:
 def step(name: str, function=helpers.call) -> dict[str, torch.Tensor]:
     asked = [port.name for port in OPS[name].takes if port.grad]
     return helpers.step(OTHERS[name], tensors_of_op(name), asked=asked, function=function)
-
-
-def calls_of(name: str, dtype: torch.dtype = F32) -> list[tuple]:
-    """The op of a call and those of its gradients, each with its arguments, without gradients."""
-    given = made(name, dtype)
-    with Seen() as seen:
-        results = call(name, given)
-        torch.autograd.grad(results, leaves_of(given), [torch.ones_like(y) for y in results])
-    assert seen.calls[0][0].name() == f"tilenorm::{name}" and len(seen.calls) > 1
-    return seen.calls
-
-
-@EACH_OP
-@EACH_WAY
-def test_each_op_by_itself(served, name):
-    """What only a gradient needs, and gradients by their mask, are empty where none asks."""
-    for op, arguments in calls_of(name):
-        check_alone(op, arguments, served)
-        if served != "reference":
-            continue
-        opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
-        if "output_mask" in (given := named(op, arguments)):
-            nothing = [False] * len(given["output_mask"])
-            assert not any(t.numel() for t in op(*changed(op, arguments, output_mask=nothing)))
-        else:
-            results = op(*changed(op, arguments, save=False))
-            assert sum(t.numel() > 0 for t in results) == len(call(name, made(name)))
-
-
-@EACH_OP
-@pytest.mark.parametrize(
-    "utilities", [("test_autograd_registration",), pytest.param(None, marks=pytest.mark.slow)]
-)
-def test_the_op_with_gradients(name, utilities):
-    """All utilities: with symbolic sizes, too."""
-    op, arguments = calls_of(name, B)[0]
-    opcheck(op, needing(op, arguments), **({"test_utils": utilities} if utilities else {}))
 
 
 @EACH_OP
@@ -157,7 +130,7 @@ def test_graphs(name, dynamo):
 def test_second_derivatives_and_transforms(name):
     given = made(name, torch.float64, lead=(2, 2), n=4)
     ports = [port for port in OPS[name].takes if port.grad]
-    names, inputs = [port.name for port in ports], leaves_of(given)
+    names, inputs = [port.name for port in ports], [t for t in given.values() if t.requires_grad]
 
     def function(*tensors):
         return call(name, given | dict(zip(names, tensors, strict=True)), eps=1e-3)
@@ -169,34 +142,6 @@ def test_second_derivatives_and_transforms(name):
     tangents = tuple(torch.ones_like(t) for t in inputs)
     _, found = torch.func.jvp(function, tuple(inputs), tangents)
     assert all(t.isfinite().all() for t in found)
-
-
-@EACH_OP
-@EACH_WAY
-@pytest.mark.parametrize("lead", [(2, 6), (0, 6), (2, 0)], ids=str)
-def test_some_gradients(lead, served, name, recwarn):
-    """Each alone has the bits that it has beside others, where one result is used, too. A result
-    that is not used has a gradient of zeros, and so has what no rows use.
-    """
-    given, how = made(name, lead=lead), {"retain_graph": True, "allow_unused": True}
-    leaves = leaves_of(given)
-    with by(served):
-        results = call(name, given)
-        dys = [random(*y.shape, seed=30 + i) for i, y in enumerate(results)]
-        for used in ([0], [1], [0, 1]):
-            some = [results[i] for i in used], [dys[i] for i in used]
-            every = torch.autograd.grad(some[0], leaves, some[1], **how)
-            zeros = [dy if i in used else torch.zeros_like(dy) for i, dy in enumerate(dys)]
-            expected = torch.autograd.grad(results, leaves, zeros, **how)
-            for leaf, one, other in zip(leaves, every, expected, strict=True):
-                (alone,) = torch.autograd.grad(some[0], [leaf], some[1], **how)
-                assert (alone is None) == (one is None)
-                if one is None:
-                    assert other is None or not other.any()
-                else:
-                    assert torch.equal(alone, one) and (all(lead) or not one.any())
-                    compare([one], [other], 1e-4)
-    assert served == "reference" or not messages(list(recwarn))
 
 
 @pytest.mark.parametrize("x", [random(3, 40), random(0, 40), torch.empty(3, 40, device="meta")])

@@ -12,10 +12,7 @@ import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 
 import tilenorm
-from tilenorm.ops.passes import reference
-from tilenorm.spec import NormSpec
-
-from .helpers import (
+from tests.support.calls import (
     ADD,
     DTYPES,
     EACH_FORM,
@@ -36,6 +33,9 @@ from .helpers import (
     step,
     tensors_of,
 )
+from tilenorm.ops.passes import reference
+from tilenorm.spec import NormSpec
+
 from .test_cuda_states import autocast
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

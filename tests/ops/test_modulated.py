@@ -1,12 +1,12 @@
 """Norms that are scaled and shifted by group, through the public functions and the ops."""
 
-from random import Random
-
 import pytest
 import torch
 
 import tilenorm
-from tests import layouts
+from tests.support import calls as helpers
+from tests.support.calls import Form, compare, random
+from tests.support.pretended import by
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.target import Target
@@ -14,81 +14,20 @@ from tilenorm.spec import NormSpec
 from tilenorm.tools.explain import explain_spec, planned_device
 from tilenorm.tools.precompile import calls_of, compile_call
 
-from . import helpers
-from .helpers import Form, assert_step, expected_of, random, same, step
-from .pretended import by
-
-B, F32, D = torch.bfloat16, torch.float32, torch.float64
-SERVED = ("reference", "sm_80", "sm_90")
-EACH_WAY = pytest.mark.parametrize("served", SERVED)
 FORMS = {norm: Form(f"modulated_{norm}_norm") for norm in ("rms", "layer")}
-NAMES = ("input", "scale", "shift", "weight", "bias", "residual", "gate")
-# (sizes of the input before a row, of what lies by group).
-GROUPS = (
-    ((4, 6), ()),
-    ((4, 6), (1, 1)),
-    ((4, 6), (4,)),
-    ((4, 6), (4, 1)),
-    ((4, 6), (4, 3)),
-    ((4, 6), (4, 3, 1)),
-    ((4, 6), (4, 6)),
-    ((1, 24), (1, 8)),
-    ((24,), (6,)),
-    ((2, 3, 4), (2, 3, 1)),
-)
 
 
-def made(leading, groups, hidden=40, dtype=F32, by_group=None, affine=True, seed=0):
+def made(leading, groups, hidden=40):
     """Every tensor, by its name; those by group are chunks of one tensor."""
-    chunks = random(*groups, 6 * hidden, dtype=by_group or dtype, seed=seed).chunk(6, -1)
-    found = {"scale": chunks[0], "shift": chunks[1], "gate": chunks[4]}
-    for i, name in enumerate(("input", "residual")):
-        found[name] = random(*leading, hidden, dtype=dtype, seed=seed + 1 + i)
-    for i, name in enumerate(("weight", "bias")):
-        found[name] = random(hidden, dtype=dtype, seed=seed + 3 + i) if affine else None
-    return {name: found[name] for name in NAMES}
+    chunks = random(*groups, 6 * hidden).chunk(6, -1)
+    sizes = {"input": leading, "residual": leading, "weight": (), "bias": ()}
+    found = {n: random(*size, hidden, seed=1 + i) for i, (n, size) in enumerate(sizes.items())}
+    return found | {"scale": chunks[0], "shift": chunks[1], "gate": chunks[4]}
 
 
-def call(norm, given, shape=None, **options):
+def call(norm, given, shape=(0,), **options):
     """The results of the public function, always as a tuple."""
-    given = {name: t for name, t in given.items() if t is not None}
-    dims = 1 if shape is None else len(shape)
-    return helpers.call(FORMS[norm], given, dims, **options)
-
-
-def compare(found, expected, bound):
-    for one, other in zip(found, expected, strict=True):
-        assert one.shape == other.shape
-        size = other.abs().max().item() if other.numel() else 0.0
-        torch.testing.assert_close(one.to(D), other.to(D), rtol=bound, atol=bound * size)
-
-
-@pytest.mark.any_torch
-@EACH_WAY
-def test_drawn_calls(served, norm):
-    """Accurate, and of the same bits wherever the tensors lie, with and without gradients."""
-    rng, dtypes = Random(f"{served} {norm}"), (B, torch.float16, F32)
-    for leading, groups in GROUPS[SERVED.index(served) % 2 :: 2]:
-        dtype = by_group = F32
-        if rng.random() < 0.5:
-            dtype, by_group = rng.choice(dtypes), rng.choice(dtypes)
-        given = made(leading, groups, rng.choice((7, 40, 96, 513)), dtype, by_group)
-        for name in NAMES[2:]:
-            if rng.random() < 0.3 or (name == "gate" and given["residual"] is None):
-                given[name] = None
-        given = {n: t for n, t in given.items() if t is not None}
-        elsewhere = {
-            n: layouts.draw(rng, tuple(t.shape), False).filled(t) for n, t in given.items()
-        }
-        with by(served):
-            found = step(FORMS[norm], given)
-            for again in (elsewhere, given):
-                assert same(step(FORMS[norm], again), found)
-            with torch.no_grad():
-                plain = call(norm, given)
-        assert all(map(torch.equal, plain, found.values()))
-        assert all(found[name].dtype == t.dtype for name, t in given.items())
-        assert_step(found, expected_of(FORMS[norm], given))
+    return helpers.call(FORMS[norm], given, len(shape), **options)
 
 
 def test_a_call_after_one_of_other_groups(norm):
@@ -116,9 +55,9 @@ def test_several_normalized_dimensions_and_heads():
 
 
 def test_explained(capsys):
-    given = made((4, 6), (4,), 8)
+    given = made((4, 6), (4,), 64)
     x, scale = given.pop("input"), given.pop("scale")
-    found = tilenorm.explain("modulated_layer_norm", x, (8,), scale, **given)
+    found = tilenorm.explain("modulated_layer_norm", x, (64,), scale, **given)
     assert "modulation scale float32 shift float32 gate float32" in capsys.readouterr().out
     assert found.spec.mod_gate == "float32"
     explained = explain_spec(found.spec, 24, planned_device("sm_90"))

@@ -1,26 +1,29 @@
-"""Calls that the extension in C++ serves: the bits, gradients and errors of Python's path.
+"""Calls that the extension in C++ serves, told by what a call enters in Python, and modules,
+processes and threads that share it.
 
-The kernels are interpreted. What a call enters in Python tells which path has served it.
-test_native_states.py tests what is not plain.
+The kernels are interpreted. Tests of other files run calls by the extension too: see `by`.
 """
 
-import gc
-import weakref
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import tilenorm
-from tests.quantized import bits
+from tests.support.calls import made_by_inductor, random
+from tests.support.passes import Seen
+from tests.support.quantized import bits
+from tests.support.served import THREE, WARM, N, entered, is_served, layer, leaves, warmed
+from tests.support.uses import USES
 from tilenorm.ops.passes import cutile, native
 from tilenorm.table import OPS
-
-from .helpers import FAMILY, made_by_inductor, random, same, step, tensors_of
-from .passes import Seen
-from .served import THREE, WARM, N, entered, is_served, layer, leaves, warmed
-from .uses import USES
 
 pytestmark = pytest.mark.usefixtures("by_extension")
 
@@ -90,78 +93,6 @@ def test_each_function_and_module(name, dtypes):
             }
 
 
-@pytest.mark.parametrize("name", FAMILY)
-def test_each_form(name):
-    """What a form makes by single operations, as the gradient of a layer scale, Python makes."""
-    form = FAMILY[name]
-    tensors = tensors_of(form, 5, N, dtype=B)
-    expected = step(form, tensors)
-    for _ in range(WARM):
-        assert same(step(form, tensors), expected)
-
-
-def test_the_graph_of_a_call():
-    expected, given = warmed(), leaves(*THREE)
-    y = layer(given)
-    y.backward(torch.ones_like(y), retain_graph=True)
-    assert all(map(torch.equal, expected, [t.grad for t in given.values()]))
-    found = torch.autograd.grad(y, list(given.values()), torch.ones_like(y))
-    assert all(map(torch.equal, expected, found))
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        y.backward(torch.ones_like(y))
-
-
-def test_only_what_is_asked_for():
-    expected, given = dict(zip(THREE, warmed(), strict=True)), leaves(*THREE)
-    y = layer(given)
-    for names in (["input"], ["weight"], ["input", "bias"]):
-        wanted = [given[n] for n in names]
-        for _ in range(WARM):
-            ask = partial(torch.autograd.grad, y, wanted, torch.ones_like(y), retain_graph=True)
-            found = ask()
-        assert all(torch.equal(expected[n], t) for n, t in zip(names, found, strict=True))
-        assert entered(ask) == []
-
-
-def test_second_derivatives():
-    warmed()
-    found = []
-    for function in (
-        layer,
-        lambda g: nn.functional.layer_norm(g["input"], (N,), *[*g.values()][1:], 1e-6),
-    ):
-        given = leaves(*THREE)
-        y = function(given)
-        (dx,) = torch.autograd.grad(
-            y, given["input"], torch.ones_like(y) + y.detach(), create_graph=True
-        )
-        found.append(torch.autograd.grad(dx.square().sum(), list(given.values())[:2]))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
-
-
-def test_errors_of_autograd():
-    warmed()
-    given = leaves(*THREE)
-    x = given["input"] * 1
-    y = layer(given | {"input": x})
-    x.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.backward(torch.ones_like(y))
-    given = leaves(*THREE)
-    y = layer(given)
-    with pytest.raises(RuntimeError, match="Mismatch in shape"):
-        y.backward(torch.ones(2, N))
-
-
-def test_an_output_that_is_changed_in_place():
-    expected, given = warmed(), leaves(*THREE)
-    y = layer(given)
-    y.mul_(2)
-    y.backward(torch.ones_like(y))
-    assert torch.equal(given["input"].grad, 2 * expected[0])
-
-
 def test_hooks_of_saved_tensors():
     expected, seen = warmed(), []
     given = leaves(*THREE)
@@ -199,39 +130,6 @@ def test_hooks_of_outputs_and_nodes():
     assert ran == [1, (3, 1)] and torch.equal(given["input"].grad, 2 * expected[0])
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(mode):
-    with mode():
-        for _ in range(WARM):
-            y = layer(given := leaves(*THREE))
-        assert is_served(lambda: layer(given)) and not y.requires_grad
-        assert y.is_inference() == (mode is torch.inference_mode)
-    warmed()
-
-
-WRONG = (
-    {"normalized_shape": (N + 1,)},
-    {"normalized_shape": (True,)},
-    {"eps": "x"},
-    {"weight": 1},
-    {"rounding": "x"},
-    {"backend": "x"},
-)
-
-
-@pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_wrong_calls_have_the_same_errors(wrong):
-    right = {"input": random(5, N), "weight": random(N), "normalized_shape": (N,), "eps": 1e-6}
-    told = []
-    for _ in range(2):
-        with pytest.raises((TypeError, RuntimeError, ValueError)) as raised:
-            tilenorm.layer_norm(**right | wrong)
-        told.append((raised.type, str(raised.value)))
-        for _ in range(WARM):
-            tilenorm.layer_norm(**right)
-    assert told[0] == told[1]
-
-
 def test_the_profiler_and_anomaly_mode_see_a_call():
     warmed()
     given = leaves(*THREE)
@@ -244,18 +142,6 @@ def test_the_profiler_and_anomaly_mode_see_a_call():
         y = layer(given)
         assert "traceback_" in y.grad_fn.metadata
         y.backward(torch.ones_like(y))
-
-
-def test_nothing_keeps_the_tensors_of_a_call():
-    given = leaves("input", "residual", "weight", "bias")
-    for _ in range(WARM):
-        y, total = tilenorm.add_layer_norm(
-            *[given[n] for n in ("input", "residual")], (N,), eps=1e-6
-        )
-    alive = [weakref.ref(t) for t in (y, total)]
-    del y, total
-    gc.collect()
-    assert [t() for t in alive] == [None, None]
 
 
 def test_calls_of_other_dtypes_and_heads_are_other_calls():
@@ -331,3 +217,134 @@ def test_views_of_one_projection():
         x = random(2, 3, 64)
         y = tilenorm.modulated_layer_norm(x.flatten(0, 1), (64,), scale, scale)
         torch.testing.assert_close(y, nn.functional.layer_norm(x.flatten(0, 1), (64,)))
+
+
+def test_a_reentrant_checkpoint():
+    """test_asked.py has the others."""
+    expected, given = warmed(), leaves(*THREE)
+    for _ in range(2):
+        for t in given.values():
+            t.grad = None
+        y = checkpoint(
+            lambda x, w, b: layer(dict(zip(THREE, (x, w, b), strict=True))),
+            *given.values(),
+            use_reentrant=True,
+        )
+        y.backward(torch.ones_like(y))
+        assert all(map(torch.equal, expected, [t.grad for t in given.values()]))
+
+
+def test_deterministic_mode(monkeypatch):
+    """PyTorch then fills memory that is not written. The kernels write all of theirs."""
+    expected = warmed()
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert all(map(torch.equal, expected, warmed()))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = tilenorm.RMSNorm(N), tilenorm.LayerNorm(N)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def of_module(model: nn.Module) -> list[torch.Tensor]:
+    """The output and the gradients of a step."""
+    model.zero_grad()
+    y = model(x := random(5, N).requires_grad_())
+    y.backward(torch.ones_like(y))
+    return [y.detach(), x.grad, *[p.grad for p in model.parameters()]]
+
+
+def warmed_module() -> tuple[nn.Module, list[torch.Tensor]]:
+    model = Two()
+    expected = of_module(model)
+    for _ in range(WARM):
+        of_module(model)
+    return model, expected
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "file"]
+)
+def test_copies_of_modules(copied):
+    model, expected = warmed_module()
+    other = copied(model)
+    assert all(map(torch.equal, expected, of_module(other)))
+    x = random(5, N)
+    assert is_served(lambda: other.first(x), 3) == is_served(lambda: model.first(x), 3)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_of_a_module_that_has_been_served(strict):
+    model, expected = warmed_module()
+    x = random(5, N)
+    exported = torch.export.export(model, (x,), strict=strict)
+    calls = [node.name for node in exported.graph.nodes if node.op == "call_function"]
+    assert any("rms_norm" in name for name in calls)
+    torch.testing.assert_close(exported.module()(x), expected[0])
+    assert all(map(torch.equal, expected, of_module(model)))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="autograd's threads do not live in a fork")
+def test_a_forked_process():
+    """It has the extension of its parent, and what that has learnt."""
+    model, expected = warmed_module()
+    context = torch.multiprocessing.get_context("fork")
+    told = context.SimpleQueue()
+
+    def child():
+        found = []
+        try:
+            names = entered(lambda: found.extend(of_module(model)))
+            told.put((all(map(torch.equal, expected, found)), "checked" in names))
+        except Exception as error:
+            told.put(repr(error))
+
+    process = context.Process(target=child)
+    process.start()
+    assert told.get() == (True, False)
+    process.join()
+    assert process.exitcode == 0
+
+
+def together(*functions: Callable) -> None:
+    """Call functions, each in a thread. Raises what one of them raises."""
+    start = threading.Barrier(len(functions))
+    with ThreadPoolExecutor(len(functions)) as threads:
+        for called in [threads.submit(lambda f=f: (start.wait(), f())) for f in functions]:
+            called.result()
+
+
+def test_threads_in_other_modes():
+    """As of DataParallel: each thread has its own mode, and one module serves them all."""
+    model, expected = warmed_module()
+    x, wrong = random(5, N), []
+
+    def infer():
+        for _ in range(10):
+            with torch.no_grad():
+                y = model(x)
+            wrong.extend([y] * (y.requires_grad or not torch.equal(y, expected[0])))
+
+    def train():
+        for _ in range(10):
+            mine = copy.copy(x).requires_grad_()
+            y = model(mine)
+            (dx,) = torch.autograd.grad(y, mine, torch.ones_like(y))
+            wrong.extend([dx] * (not torch.equal(dx, expected[1])))
+
+    def transformed():
+        for _ in range(3):
+            y = torch.func.vmap(model)(x[None])[0].detach()
+            wrong.extend([y] * (not torch.allclose(y, expected[0], atol=1e-5)))
+
+    together(infer, train, infer, transformed)
+    assert not wrong

@@ -16,12 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.calls import slow
+from tests.support.stand_in_cxx import FAILS, GOOD, built, failing
 from tilenorm.__main__ import main
 from tilenorm.ops.passes.native import build, check
 from tilenorm.ops.passes.native.build import BuildError
-
-from ..stand_in_cxx import FAILS, GOOD, built, failing
-from .helpers import slow
 
 pytestmark = pytest.mark.skipif(
     bool(sys.platform != "linux" or build.refused() or build.missing()),

@@ -10,12 +10,11 @@ import pytest
 import torch
 
 import tilenorm
+from tests.support.pretended import pretended_gpu
 from tilenorm.launch import driver
 from tilenorm.launch.driver import Argument, Prepared
 from tilenorm.ops.passes import cutile, native
 from tilenorm.ops.passes.native import build
-
-from .pretended import pretended_gpu
 
 N, KERNEL, CONTEXT, WARM = 64, 7, 1234, 4
 POINTER = ctypes.c_void_p

@@ -13,14 +13,13 @@ import pytest
 import torch
 
 import tilenorm
+from tests.support.pretended import pretended_gpu
+from tests.support.stand_in_cxx import FAILS, failing
 from tilenorm.ops import call
 from tilenorm.ops.passes import bound, native
 from tilenorm.ops.passes.native import build
 from tilenorm.ops.pytorch import torch_private
 from tilenorm.tools import info
-
-from ..stand_in_cxx import FAILS, failing
-from .pretended import pretended_gpu
 
 pytestmark = pytest.mark.skipif(
     bool(sys.platform != "linux" or build.refused() or build.missing()),

@@ -6,8 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tilenorm
-
-from .helpers import CALLS, FEW, call, random, rows_of, same, slow, step, tensors_of
+from tests.support.calls import CALLS, FEW, call, random, rows_of, same, slow, step, tensors_of
 
 LENGTHS = (2, 0, 1)
 

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 import tilenorm
-
-from .helpers import NEEDS_GPU, slow
-from .pretended import pretended_gpu
+from tests.support.calls import NEEDS_GPU, slow
+from tests.support.pretended import pretended_gpu
 
 B, F = torch.bfloat16, torch.float32
 EPS = 1e-6

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import tilenorm
+from tests.support.calls import slow
 
-from .helpers import slow
 from .test_export import (
     BITS,
     BLOCK,

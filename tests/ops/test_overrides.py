@@ -20,10 +20,7 @@ from torch.fx import symbolic_trace
 from torch.overrides import TorchFunctionMode
 
 import tilenorm
-from tilenorm.ops.pytorch.plain import is_plain
-from tilenorm.table import OPS, QUANTIZED_NORMS
-
-from .helpers import (
+from tests.support.calls import (
     DTYPES,
     FAMILY,
     LAYER,
@@ -37,9 +34,11 @@ from .helpers import (
     step,
     tensors_of,
 )
-from .passes import Seen as SeenOps
-from .passes import changed
-from .wrong_calls import right_of
+from tests.support.passes import Seen as SeenOps
+from tests.support.passes import changed
+from tests.support.wrong_calls import right_of
+from tilenorm.ops.pytorch.plain import is_plain
+from tilenorm.table import OPS, QUANTIZED_NORMS
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -262,7 +261,7 @@ def results(form, tensors, incoming, recorded: bool) -> dict:
 @EACH_WAY
 def test_any_states_of_any_tensors(device, served):
     rng = Random(served)
-    for _ in range(50):
+    for _ in range(15 if served == "extension" else 50):
         form, recorded = rng.choice([*FAMILY.values()]), rng.random() < 0.5
         shape, dtype = (rng.randint(0, 4), rng.choice((7, 16, 40))), rng.choice(DTYPES[1:3])
         plain = tensors_of(form, *shape, dtype=dtype, device=device)

@@ -13,21 +13,8 @@ import torch
 from torch.library import opcheck
 
 import tilenorm
-from tests import layouts
-from tests.executors import Inputs, Interpreter
-from tests.guarded import guarded
-from tests.quantized import HOWS, arguments, bits, check, label, swizzled
-from tilenorm.launch import forced
-from tilenorm.launch.config import Hints, SharedForward
-from tilenorm.launch.plan import ForwardPlan, plan_forward
-from tilenorm.launch.target import Target
-from tilenorm.ops.passes import cutile
-from tilenorm.ops.passes.quantize import QuantizedNorm, quantize
-from tilenorm.spec import NormSpec, Quantization
-from tilenorm.table import OPS, QUANTIZED_NORMS
-from tilenorm.tools.explain import explain_spec, planned_device
-
-from .helpers import (
+from tests.support import layouts
+from tests.support.calls import (
     EPS,
     FAMILY,
     JOINED,
@@ -42,7 +29,20 @@ from .helpers import (
     tensors_of,
     tensors_of_op,
 )
-from .pretended import by, pretended_gpu
+from tests.support.executors import Inputs, Interpreter
+from tests.support.guarded import guarded
+from tests.support.pretended import by, pretended_gpu
+from tests.support.quantized import HOWS, arguments, bits, check, label, swizzled
+from tilenorm.launch import forced
+from tilenorm.launch.config import Hints, SharedForward
+from tilenorm.launch.plan import ForwardPlan, plan_forward
+from tilenorm.launch.target import Target
+from tilenorm.ops.passes import cutile
+from tilenorm.ops.passes.quantize import QuantizedNorm, quantize
+from tilenorm.spec import NormSpec, Quantization
+from tilenorm.table import OPS, QUANTIZED_NORMS
+from tilenorm.tools.explain import explain_spec, planned_device
+
 from .test_overrides import Seen, Subclass
 
 SERVED = ("reference", "sm_90", "sm_100", "sm_80")

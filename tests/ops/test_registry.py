@@ -10,15 +10,14 @@ import pytest
 import torch
 
 import tilenorm
-from tests import stand_in_driver
+from tests.support import stand_in_driver
+from tests.support.calls import EACH_FORM, FAMILY, call, step, tensors_of
 from tilenorm.launch import toolchain
 from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.ops.passes import reference, registry
 from tilenorm.ops.passes.registry import MAX_HIDDEN, MAX_ROWS, Device, refusals, select
 from tilenorm.spec import NormSpec, Rotation
 from tilenorm.table import NORMS
-
-from .helpers import EACH_FORM, FAMILY, call, step, tensors_of
 
 pytestmark = pytest.mark.usefixtures("no_memory")
 

@@ -10,17 +10,20 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilenorm
-from tests.quantized import bits
+from tests.support.calls import LAYER, RMS, call, random, same, step, tensors_of
+from tests.support.pretended import WARM
+from tests.support.quantized import bits
+from tests.support.served import is_served
+from tests.support.wrong_calls import right_of
 from tilenorm.ops import call as calls
 from tilenorm.ops.call import MOST_GUARDS, remembered
-from tilenorm.ops.passes import base, cutile
+from tilenorm.ops.passes import base, cutile, native
 from tilenorm.ops.pytorch import torch_private
 from tilenorm.table import NORMS, OPS
-
-from .helpers import LAYER, RMS, call, random, same, step, tensors_of
-from .wrong_calls import right_of
 
 N = 64
 
@@ -99,6 +102,54 @@ def rms(x, w, eps=1e-6, shape=(N,), **options):
     return tilenorm.rms_norm(x, shape, w, eps, **options)
 
 
+class Operations(TorchDispatchMode):
+    """It, and Functions, keep what they see."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+class Functions(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.seen.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def within(mode, x, w):
+    with mode:
+        y = rms(x, w)
+    assert mode.seen
+    return y
+
+
+def tangent(x, w):
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        return forward_ad.unpack_dual(rms(dual, w)).tangent
+
+
+def compiled(x, w):
+    torch._dynamo.reset()
+    return torch.compile(rms, fullgraph=True, backend="aot_eager")(x, w)
+
+
+def traced(x, w):
+    return torch.jit.trace(rms, (x, w), check_trace=False)(x, w)
+
+
 OTHER = {
     "no eps": lambda x, w: rms(x, w, None),
     "an offset": lambda x, w: rms(x, w, offset=1.0),
@@ -119,29 +170,38 @@ OTHER = {
     "a second residual": lambda x, w: tilenorm.add_rms_norm(x, (x, 2 * x), (N,), w, 1e-6)[0],
     "masked": lambda x, w: masked(x, w, 1.0),
     "masked and larger": lambda x, w: masked(x, w, 2.0),
+    "other rows": lambda x, w: rms(x[:2], w),
+    "strided": lambda x, w: rms(torch.stack([x, x], -1)[..., 0], w),
+    "not on 16 bytes": lambda x, w: rms(one_element_in(x), w),
+    "an int for eps": lambda x, w: rms(x, w, 1),
+    "a subclass": lambda x, w: rms(x.as_subclass(Subclass), w).as_subclass(torch.Tensor),
+    "a dispatch mode": lambda x, w: within(Operations(), x, w),
+    "a function mode": lambda x, w: within(Functions(), x, w),
+    "vmap": lambda x, w: torch.func.vmap(lambda x: rms(x, w))(x[None]),
     "a constant of a transform": lambda x, w: torch.func.vmap(lambda i: i * rms(x, w))(x),
+    "a gradient of torch.func": lambda x, w: torch.func.grad(lambda x: rms(x, w).sum())(x),
+    "a dual level": tangent,
+    "compiled": compiled,
+    "traced": traced,
 }
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("served", ["in_python", "extension"])
 @pytest.mark.parametrize("name", OTHER)
-def test_another_call_gives_the_bits_it_would_give_alone(device, name):
+def test_another_call_gives_the_bits_it_would_give_alone(device, name, served, request):
+    """Between calls that Python repeats, or that the extension in C++ serves."""
+    request.getfixturevalue(served)
     other, x, w = OTHER[name], random(6, N, device=device), random(N, device=device, seed=1)
     expected = other(x.clone(), w.clone())
     remembered.cache_clear()
-    first = rms(x, w)
+    native.state().forget()
+    first = [rms(x, w) for _ in range(WARM)][-1]
+    assert device == "cuda" or is_served(lambda: rms(x, w)) == (served == "extension")
     for _ in range(2):
         got = other(x.clone(), w.clone())
         assert got.dtype == expected.dtype and torch.equal(got, expected)
         assert torch.equal(rms(x, w), first)
-
-
-def test_a_dual_level_runs_the_reference(device, checked):
-    tensors = tensors_of(RMS, 5, N, device=device)
-    call(RMS, tensors)
-    with forward_ad.dual_level():
-        x = forward_ad.make_dual(tensors["input"], torch.ones_like(tensors["input"]))
-        (y,) = call(RMS, tensors | {"input": x})
-        assert forward_ad.unpack_dual(y).tangent is not None
 
 
 def test_another_current_device_is_not_served(device, checked, monkeypatch):

@@ -12,19 +12,18 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from tests import cases, drawing, layouts
-from tests.executors import Inputs
-from tests.guarded import guarded
-from tests.tolerance import assert_close
+from tests.support import cases, drawing, layouts
+from tests.support.calls import NEEDS_GPU, by_inductor, op_call, random
+from tests.support.executors import Inputs
+from tests.support.guarded import guarded
+from tests.support.pretended import by, pretended_gpu
+from tests.support.tolerance import assert_close
 from tilenorm.launch.calls import needs_of
 from tilenorm.launch.plan import BackwardPlan, plan_backward
 from tilenorm.ops.torch_ops.internal_ops import NormBackward
 from tilenorm.spec import MAX_TERMS, SHARED_FROM, NormSpec
 from tilenorm.table import BRANCH_PORTS, OPS
 from tilenorm.table import NORMS as NAMES
-
-from .helpers import NEEDS_GPU, by_inductor, op_call, random
-from .pretended import by, pretended_gpu
 
 TERMS = ("grad_output", "grad_output_2", "grad_output_3", "grad_output_4")
 OP = torch.ops.tilenorm.norm_backward

@@ -11,13 +11,22 @@ from cuda.tile import _compile
 from cuda.tile._cext import default_tile_context
 
 import tilenorm
-from tests.stand_in_compiler import CRASH, ERROR, HANG, has_ptxas
+from tests.support.calls import (
+    EPS,
+    FAMILY,
+    assert_step,
+    expected_of,
+    messages,
+    random,
+    same,
+    step,
+    tensors_of,
+)
+from tests.support.pretended import GPU
+from tests.support.stand_in_compiler import CRASH, ERROR, HANG, has_ptxas
 from tilenorm.launch import toolchain
 from tilenorm.table import NORMS
 from tilenorm.tools import explain, info
-
-from .helpers import EPS, FAMILY, assert_step, expected_of, messages, random, same, step, tensors_of
-from .pretended import GPU
 
 pytestmark = [pytest.mark.any_torch, pytest.mark.usefixtures("no_memory")]
 

@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from tests.support.private_names import NAMES, VARIABLES, absent, loaded
 from tilenorm.ops.pytorch import torch_checks, torch_private
-
-from .private_names import NAMES, VARIABLES, absent, loaded
 
 ROOT = Path(__file__).parents[2]
 CUDA = {
@@ -216,7 +215,7 @@ def test_the_state_at_the_import_does_not_matter(state):
 WITHOUT_EACH = """
 import os, sys
 import cuda.tile, pytest, torch, torch._dynamo
-from tests.ops.private_names import absent, stand_ins
+from tests.support.private_names import absent, stand_ins
 
 drawn = ["tests/ops/test_drawn.py", "-k", "add_rms_norm-bfloat16"]
 for name in sys.argv[1:]:

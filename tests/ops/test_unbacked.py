@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tilenorm
-from tests.quantized import HOWS, arguments
+from tests.support.calls import random, slow
+from tests.support.quantized import HOWS, arguments
 from tilenorm.integrations.fx import replace_norms
 from tilenorm.table import MODULATED_NORMS, NORMS, OPS, QUANTIZED_NORMS, ROTATED_NORMS
-
-from .helpers import random, slow
 
 SIZES = {"b": 4, "s": 6, "h": 3, "k": 2, "p": 9, "f": 2, "n": 128, "d": 16, "1": 1}
 BY_DATA = "bsh"  # the data may tell these

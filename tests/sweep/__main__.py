@@ -14,10 +14,10 @@ from contextlib import closing, nullcontext
 
 import torch
 
+from tests.support.cases import EXECUTORS
+from tests.support.pretended import pretended_gpu
 from tilenorm.ops.passes.registry import device_of
 
-from ..cases import EXECUTORS
-from ..ops.pretended import pretended_gpu
 from . import ahead, checks, draw
 from .draw import Case
 

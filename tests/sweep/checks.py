@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from tests.support.calls import Form, call
+from tests.support.guarded import guarded
+from tests.support.on_gpu import train
+from tests.support.quantized import arguments
 from tilenorm.spec import TENSORS
 
-from ..guarded import guarded
-from ..ops.cuda_helpers import train
-from ..ops.helpers import Form, call
-from ..quantized import arguments
 from .draw import Case
 
 BITS = {2: torch.int16, 4: torch.int32}

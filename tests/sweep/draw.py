@@ -8,14 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tests.support import drawing, layouts
+from tests.support.cases import DTYPES, MAX_HIDDEN
+from tests.support.layouts import Layout
+from tests.support.quantized import HOWS
 from tilenorm.spec import NormSpec, Quantization
 from tilenorm.table import NORMS, QUANTIZED_NORMS
 from tilenorm.tools.candidates import written
-
-from .. import drawing, layouts
-from ..cases import DTYPES, MAX_HIDDEN
-from ..layouts import Layout
-from ..quantized import HOWS
 
 MOST_FEW = 40  # rows of a batch of a few rows
 

@@ -8,8 +8,8 @@ import cuda.tile as ct
 import pytest
 import torch
 
-from tests import cases
-from tests.ops.helpers import NEEDS_GPU
+from tests.support import cases
+from tests.support.calls import NEEDS_GPU
 from tilenorm.kernels import backward, forward
 from tilenorm.spec import NormSpec
 

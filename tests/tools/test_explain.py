@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import tilenorm
-from tests.ops.helpers import EACH_FORM, NEEDS_GPU, arguments_of, random, spec_of, tensors_of
-from tests.quantized import arguments
+from tests.support.calls import EACH_FORM, NEEDS_GPU, arguments_of, random, spec_of, tensors_of
+from tests.support.quantized import arguments
 from tilenorm.launch.target import MULTIPROCESSORS
 from tilenorm.ops.passes import cutile, reference
 from tilenorm.spec import NormSpec, Quantization

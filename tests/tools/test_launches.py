@@ -16,8 +16,8 @@ from random import Random
 
 import torch
 
-from tests import cases, drawing
-from tests.quantized import HOWS
+from tests.support import cases, drawing
+from tests.support.quantized import HOWS
 from tilenorm.launch.calls import Sizes, every_gradient
 from tilenorm.launch.plan import chain_refused, plan_backward, plan_forward
 from tilenorm.launch.target import MULTIPROCESSORS, Target

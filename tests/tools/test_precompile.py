@@ -9,11 +9,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests import cases, stand_in_driver
-from tests.executors import backward_calls, forward_calls
-from tests.ops.helpers import EACH_FORM, call, slow, spec_of, tensors_of
-from tests.ops.pretended import pretended_gpu
-from tests.quantized import HOWS
+from tests.support import cases, stand_in_driver
+from tests.support.calls import EACH_FORM, call, slow, spec_of, tensors_of
+from tests.support.executors import backward_calls, forward_calls
+from tests.support.pretended import pretended_gpu
+from tests.support.quantized import HOWS
 from tilenorm.launch.calls import bound, every_gradient
 from tilenorm.launch.plan import plan_backward
 from tilenorm.launch.target import MULTIPROCESSORS, Target
@@ -125,7 +125,7 @@ from random import Random
 import cuda.tile as ct
 import torch
 from cuda.tile.compilation import CallingConvention, KernelSignature
-from tests.stand_in_driver import arrays_of
+from tests.support.stand_in_driver import arrays_of
 from tilenorm.tools.precompile import signature
 
 @ct.kernel

@@ -8,8 +8,8 @@ from random import Random
 
 import pytest
 
-from tests import cases
 from tests.launch.test_heuristics import check, each_table, spec_of
+from tests.support import cases
 from tilenorm.launch import heuristics
 from tilenorm.launch.config import (
     Backward,

@@ -6,10 +6,10 @@ from itertools import product
 import pytest
 import torch
 
-from tests import cases
-from tests.executors import Interpreter, arguments_of
-from tests.ops.cuda_helpers import made, target, train
-from tests.ops.helpers import FAMILY, NEEDS_GPU, assert_step, expected_of, slow
+from tests.support import cases
+from tests.support.calls import FAMILY, NEEDS_GPU, assert_step, expected_of, slow
+from tests.support.executors import Interpreter, arguments_of
+from tests.support.on_gpu import made, target, train
 from tilenorm.__main__ import main
 from tilenorm.launch import heuristics, user_table
 from tilenorm.launch.calls import bound, every_gradient

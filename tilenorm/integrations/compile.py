@@ -13,7 +13,7 @@ from ..ops.arguments import check_argument
 from ..ops.pytorch.torch_private import inductor_joint_config
 from .fx import Folds, Report
 from .fx.nodes import Left
-from .fx.norms import Gradient, Norm, hidden_of, known
+from .fx.norms import Allowed, Gradient, Norm, hidden_of, known
 from .fx.rewrite import check_bool, check_where, replace_chosen
 
 OTHER_BACKEND = "the backend is not Inductor, which has a hook for joint graphs"
@@ -28,6 +28,7 @@ def compile(
     where: Callable[[Node], bool] | None = None,
     memory: str | None = None,
     rotation: bool = False,
+    inexact: bool = False,
     backend: str | Callable = "inductor",
     mode: str | None = None,
     options: dict | None = None,
@@ -64,6 +65,8 @@ def compile(
         rotation: whether RMSNorm of queries and keys and the rotary embedding behind it become one
             op, whatever the size of a head. This has not been timed on a GPU. Without it, Inductor
             fuses the rotation with such norms of heads as are left to it.
+        inexact: whether F.normalize(x) times the root of the row's size becomes RMSNorm, as in
+            replace_norms, which says what rows differ.
         backend, mode, options, dynamic, others: as in torch.compile.
 
     Returns:
@@ -72,7 +75,7 @@ def compile(
 
     Raises:
         TypeError: `where` is neither None nor a function, `options` is neither None nor a dict, or
-            `rotation` is not a bool.
+            `rotation` or `inexact` is not a bool.
         ValueError: `memory` is neither None nor "low", or is asked of another backend than
             Inductor.
         RuntimeError: both mode and options are given, as in torch.compile.
@@ -80,6 +83,7 @@ def compile(
     """
     check_where("compile", where)
     check_bool("compile", "rotation", rotation)
+    check_bool("compile", "inexact", inexact)
     right = options is None or isinstance(options, dict)
     check_argument("compile", "options", options, right, "a dict or None")
     if memory not in (None, "low"):
@@ -97,7 +101,7 @@ def compile(
         wrapped = torch._TorchCompileInductorWrapper(mode, options, dynamic)
     else:
         wrapped = torch._TorchCompileWrapper(backend, mode, options, dynamic)
-    replacing = _ReplacingBackend(wrapped, where, memory, backend == "inductor", rotation)
+    replacing = _ReplacingBackend(wrapped, where, memory, backend == "inductor", rotation, inexact)
 
     def compiled(model: Callable) -> Callable:
         run = torch.compile(
@@ -161,6 +165,7 @@ class _ReplacingBackend:
     memory: str | None
     is_inductor: bool
     rotation: bool
+    inexact: bool
     # Compiled code is shared by equal backends: each layer of a model compiled alone, for example.
     report: CompileReport = field(default_factory=CompileReport, compare=False)
 
@@ -168,8 +173,8 @@ class _ReplacingBackend:
         config = inductor_joint_config() if self.is_inductor else None
         # Inductor's own code keeps float32 between operations in 16 bits, unless it is told not to.
         emulates = self.is_inductor and self._option(config, EMULATES)
-        how = {"rounds_once": self.is_inductor and not emulates, "rotation": self.rotation}
-        self.report.graphs.append(replace_chosen(graph_module, self._choose, **how))
+        allowed = Allowed(self.is_inductor and not emulates, self.rotation, self.inexact)
+        self.report.graphs.append(replace_chosen(graph_module, self._choose, allowed))
         return self._folding(config)(graph_module, inputs)
 
     def _choose(self, norm: Norm | Gradient) -> None:

@@ -67,11 +67,10 @@ def arguments(
     """
     heads = sizes or (sizes_of(spec, rows) if spec.rotation else None)
     planned = dims.planned(spec, rows, groups, heads)
-    swapped = spec.rotation is not None and spec.rotation.heads_first
     tensors = ports.taken(spec) if needs is None else ports.read(spec, needs)
 
     def tensor(port: Port, dtype: str | None) -> Tensor | None:
-        shape = dims.shape(port, planned, swapped)
+        shape = dims.shape(port, planned)
         if port.number:  # as a forward pass returns them
             shape = (prod(shape),)
         return None if dtype is None else make(dtype, *shape)

@@ -16,9 +16,9 @@ from random import Random
 import pytest
 import torch
 
-from tests import cases
-from tests.executors import with_arguments
 from tests.ops.test_add import spec_of as spec_of_chain
+from tests.support import cases
+from tests.support.executors import with_arguments
 from tilenorm.launch import heuristics, user_table
 from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.target import TARGETS, Target
@@ -44,8 +44,9 @@ QUANTIZED = (1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 12288, 16384)
 CHAINS = (128, 1024, 2048, 2304, 3584, 4096, 5376)
 # Bytes that a thread of a quantised norm spills. With fewer blocks on a multiprocessor, which spill
 # none, rms_norm of 16384 by block took 73.5 µs and not 70.0 (H200, 2026-11-25), and layer_norm of
-# 8192 by row 81 and not 73 (H100, 2026-11-26).
-BY_SCALES = 48
+# 8192 by row 81 and not 73 (H100, 2026-11-26). With one order of sums rms_norm of 16384 spills 56
+# on sm_100 (2026-11-28, untimed).
+BY_SCALES = 56
 
 
 def passes(spec: NormSpec, arch: str, direction: str, rng: Random, **needs) -> Case:

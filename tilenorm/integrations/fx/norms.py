@@ -45,6 +45,14 @@ class Rotation(NamedTuple):
     contiguous: bool
 
 
+class Allowed(NamedTuple):
+    """What the pass may do besides keeping all results, as in replace_norms."""
+
+    rounds_once: bool = False
+    rotation: bool = False
+    inexact: bool = False
+
+
 @dataclass(frozen=True)
 class Norm:
     """The norm of x over its last `dims` dimensions.

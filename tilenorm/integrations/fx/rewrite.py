@@ -9,7 +9,7 @@ from ...ops.arguments import check_argument
 from .emit import emit_backward, emit_forward, emit_rotated
 from .gradients import Folds, fold_sums
 from .nodes import Left
-from .norms import Gradient, Norm, match_fused
+from .norms import Allowed, Gradient, Norm, match_fused
 from .rotation import rotated
 from .spelled_out import extended, match_spelled_out
 
@@ -42,6 +42,7 @@ def replace_norms(
     fold: bool = False,
     rounds_once: bool = False,
     rotation: bool = False,
+    inexact: bool = False,
 ) -> Report:
     """Replace the norms in a graph by tilenorm's ops. The graph is changed in place.
 
@@ -79,13 +80,21 @@ def replace_norms(
             float32 and rounds once, as the code does that Inductor makes of the graph.
         rotation: whether RMSNorm of queries and keys and the rotary embedding behind it, as Hugging
             Face's attention spells it, become one op. It has not been timed on a GPU.
+        inexact: whether F.normalize(x) times the root of the row's size becomes RMSNorm, and other
+            spellings that divide by a clamped norm of the row. F.normalize divides by at least
+            1e-12. RMSNorm's eps gives zero rows, and the gradients of all zero rows, the same
+            numbers. Rows of a norm from 2e-16 to 4e-9 come out smaller, by a factor of √2 at most.
+            16-bit graphs round after each operation, and the op rounds once. Without this option,
+            such a norm is replaced if its input is float16 and it is computed in float32: float16
+            has no rows of such norms.
 
     Raises:
         TypeError: an argument has the wrong type.
     """
     right = isinstance(graph_module, GraphModule)
     check_argument("replace_norms", "graph_module", graph_module, right, "a GraphModule")
-    for name, value in (("fold", fold), ("rounds_once", rounds_once), ("rotation", rotation)):
+    allowed = Allowed(rounds_once, rotation, inexact)
+    for name, value in {"fold": fold, **allowed._asdict()}.items():
         check_bool("replace_norms", name, value)
     check_where("replace_norms", where)
 
@@ -93,22 +102,21 @@ def replace_norms(
         if where is not None and not where(norm.at):
             raise Left("where() excludes it")
 
-    return replace_chosen(graph_module, choose, fold, rounds_once, rotation)
+    return replace_chosen(graph_module, choose, allowed, fold)
 
 
 def replace_chosen(
     graph_module: GraphModule,
     choose: Callable[[Norm | Gradient], None],
+    allowed: Allowed,
     fold: bool = False,
-    rounds_once: bool = False,
-    rotation: bool = False,
 ) -> Report:
     """As replace_norms. choose: raises Left, with the reason, for a norm that is to stay."""
     replaced, left, folded, unfolded = [], [], [], []
     for path, module in list(graph_module.named_modules()):
         if isinstance(module, GraphModule):
             prefix = f"{path}." if path else ""
-            entries, reasons = _Replacing(choose, rounds_once, rotation).run(module.graph)
+            entries, reasons = _Replacing(choose, allowed).run(module.graph)
             folds = fold_sums(module.graph) if fold else Folds()
             replaced += [(kind, prefix + name) for kind, name in entries]
             left += [(prefix + name, reason) for name, reason in reasons]
@@ -131,8 +139,9 @@ def check_where(function: str, where: object) -> None:
 class _Replacing:
     """Replaces the norms of a graph. replaced, left: the lists of a Report, with its names."""
 
-    def __init__(self, choose: Callable, rounds_once: bool, rotation: bool):
-        self.choose, self.rounds_once, self.rotation = choose, rounds_once, rotation
+    def __init__(self, choose: Callable, allowed: Allowed):
+        self.choose = choose
+        self.allowed = allowed
         self.replaced: list[tuple[str, str]] = []
         self.left: list[tuple[str, str]] = []
         # The node that the norm of queries starts at, by the tables that rotate them.
@@ -141,7 +150,7 @@ class _Replacing:
     def run(self, graph: Graph) -> tuple[list, list]:
         for node in list(graph.nodes):
             if node.op in ("call_function", "call_method"):
-                self._visit(node, self.rotation)
+                self._visit(node, self.allowed.rotation)
         for node in self._waiting.values():
             self._rotate(node)
         return self.replaced, self.left
@@ -149,8 +158,8 @@ class _Replacing:
     def _norm(self, node: Node, rotation: bool) -> Norm | Gradient | None:
         norm = match_fused(node)
         if isinstance(norm, Norm):
-            norm = extended(norm, self.rounds_once)
-        norm = norm or match_spelled_out(node, self.rounds_once)
+            norm = extended(norm, self.allowed)
+        norm = norm or match_spelled_out(node, self.allowed)
         return rotated(norm) if rotation and isinstance(norm, Norm) else norm
 
     def _visit(self, node: Node, rotation: bool) -> None:

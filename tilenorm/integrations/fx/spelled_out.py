@@ -29,19 +29,25 @@ from .nodes import (
     value_of,
     values_of,
 )
-from .norms import Norm, known, trailing
-from .term import Reader, Term, is_one
+from .norms import Allowed, Norm, known, trailing
+from .term import VECTOR_NORMS, Reader, Term, euclidean_norm, is_one
 
+# A norm this many times larger or smaller than the clamp has the same float32 result with eps.
+NEAR = 4096
+CLAMPS = (
+    "it divides by at least {:.0e}, and tilenorm adds eps to the mean square: rows with a norm from"
+    " {:.0e} to {:.0e} would differ. inexact=True replaces it"
+)
 ROUNDED = "each of its operations rounds to 16 bits, and tilenorm's op rounds once"
 
 
-def match_spelled_out(node: Node, rounds_once: bool = False) -> Norm | None:
-    """The norm whose statistic a node computes, or None. rounds_once: as of Reader.
+def match_spelled_out(node: Node, allowed: Allowed) -> Norm | None:
+    """The norm whose statistic a node computes, or None.
 
     Raises Left if the nodes compute a norm that no single op can replace.
     """
     why = None
-    for reader in _readers(node, rounds_once):
+    for reader in _readers(node, allowed):
         try:
             if norm := _longest(reader, node):
                 return norm
@@ -52,15 +58,14 @@ def match_spelled_out(node: Node, rounds_once: bool = False) -> Norm | None:
     return None
 
 
-def extended(norm: Norm, rounds_once: bool = False) -> Norm:
+def extended(norm: Norm, allowed: Allowed) -> Norm:
     """One of PyTorch's norms, with the casts, weight, bias, gate and modulation that are applied to
-    its output; the same norm if there are none, or if other nodes use its results. rounds_once: as
-    of Reader.
+    its output; the same norm if there are none, or if other nodes use its results.
     """
     y = norm.outputs.get("output")
     if y is None:
         return norm
-    reader = Reader(norm.x, norm.options.norm == "layer", norm.dims, rounds_once)
+    reader = Reader(norm.x, norm.options.norm == "layer", norm.dims, allowed)
     weight, bias = (p if p is None else before_exact_casts(p) for p in (norm.weight, norm.bias))
     reader.terms[y] = Term(degree=1, power=-0.5, eps=norm.eps, weight=weight, bias=bias)
     if any(node.users for node in norm.outputs.values() if node is not y):
@@ -69,7 +74,7 @@ def extended(norm: Norm, rounds_once: bool = False) -> Norm:
     return replace(norm, apart=longer.apart) if longer.at is y else longer
 
 
-def _readers(node: Node, rounds_once: bool) -> Iterator[Reader]:
+def _readers(node: Node, allowed: Allowed) -> Iterator[Reader]:
     """The inputs that a norm may have whose statistic a node computes."""
     source, place = item_of(node)
     is_variance = source is not None and place == 0 and name_of(source) == "var_mean"
@@ -78,14 +83,17 @@ def _readers(node: Node, rounds_once: bool) -> Iterator[Reader]:
         is_variance, x = True, argument_of(reduction)
     elif name_of(node) in ("mean", "sum"):
         x = _squared(argument_of(node))
-    else:
+    elif name_of(node) not in VECTOR_NORMS:
         return
-    dim = bind(reduction).get("dim")
+    if name_of(node) in VECTOR_NORMS:
+        x, dim = euclidean_norm(node) or (None, None)
+    else:
+        dim = bind(reduction).get("dim")
     if dim is not None and isinstance(x, Node) and (dims := trailing(known(x), dim)):
         pair = operands_of("sub", x)
         if pair and isinstance(pair[0], Node):
-            yield Reader(pair[0], True, dims, rounds_once)
-        yield Reader(x, is_variance, dims, rounds_once)
+            yield Reader(pair[0], True, dims, allowed)
+        yield Reader(x, is_variance, dims, allowed)
 
 
 def _squared(node: object) -> object:
@@ -147,10 +155,14 @@ def _norm(reader: Reader, end: Node, term: Term, found: Norm | None) -> Norm:
     """The norm that ends at a node. found: a norm in it. Raises Left if no op is the same."""
     if term.left is not None:
         raise Left(term.left)
+    # The smallest positive number of float16 is 6e-8: no row has a norm near the usual clamp.
+    smallest = 6e-8 if reader.value.dtype == torch.float16 else 0
+    if term.clamp * NEAR > smallest and not reader.allowed.inexact:
+        raise Left(CLAMPS.format(term.clamp, term.clamp / NEAR, term.clamp * NEAR))
     first = {reader.x, term.weight, term.bias, term.gate, term.mod_scale, term.mod_shift}
     inside = _between(first, end)
     parts = sorted(filter(reader.computes, inside))
-    for node in parts:
+    for node in () if term.clamp and reader.allowed.inexact else parts:
         of_two = name_of(node) == "var_mean"
         if not (of_two or reader.terms[node].is_complete) and known(node).dtype != torch.float32:
             dtype = value_of(node).dtype
@@ -175,7 +187,8 @@ def _norm(reader: Reader, end: Node, term: Term, found: Norm | None) -> Norm:
     options = Options(reader.count, "layer" if reader.centred else "rms", term.offset, **how)
     norm = Norm(
         options, reader.x, term.weight, term.bias, reader.dims, term.eps, {"output": end}, end,
-        tuple(sorted(inside)), term.gate, term.mod_scale, term.mod_shift, reader.rounds_once,
+        tuple(sorted(inside)), term.gate, term.mod_scale, term.mod_shift,
+        reader.allowed.rounds_once,
     )  # fmt: skip
     if norm.mod_scale is not None:  # else the op of the norm alone serves
         norm.check()
@@ -201,10 +214,12 @@ def _rounding(reader: Reader, term: Term, rounded: set[str]) -> str:
     input's dtype in any case.
     """
     rounded -= {term.stage}
+    if term.clamp and reader.allowed.inexact:
+        return "late"
     if term.mod_scale is not None:
         if term.offset:
             raise Left("no modulated norm of tilenorm's has an offset of the weight")
-        if (rounded or term.rounds) and not reader.rounds_once:
+        if (rounded or term.rounds) and not reader.allowed.rounds_once:
             raise Left(ROUNDED)
         return "late"
     if not rounded:

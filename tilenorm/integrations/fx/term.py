@@ -42,6 +42,7 @@ from .nodes import (
 )
 from .norms import (
     PARAMETER_DTYPES,
+    Allowed,
     hidden_of,
     is_of_size_one,
     known,
@@ -58,6 +59,14 @@ POWERS = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2.0, "reciprocal": -1.0}
 # Functions that may put in sizes of 1, or leave them out.
 VIEWS = ("unsqueeze", "squeeze", "view", "reshape", "_unsafe_view", "slice", "getitem")
 Sizes = tuple[int | SymInt, ...]
+EXPANDS = ("expand", "expand_as")
+# The arguments of the functions that take norms of rows, in their order.
+VECTOR_NORMS = {
+    "normalize": ("input", "p", "dim", "eps"),
+    "norm": ("input", "p", "dim", "keepdim"),
+    "linalg_vector_norm": ("self", "ord", "dim", "keepdim", "dtype"),
+}
+UNCLAMPED = "it divides by a norm of the row that nothing keeps from 0"
 OUTER_EPS = "its eps is added to the root of the mean square, not to the mean square"
 TENSOR_EPS = "its eps is a tensor, or a number that depends on data"
 
@@ -86,6 +95,9 @@ class Term:
     mod_shift: Node | None = None
     rounds: bool = False
     left: str | None = None
+    clamp: float = (
+        0.0  # a norm divides by no less, where it is written with a clamped norm of the row
+    )
 
     @property
     def is_normalized(self) -> bool:
@@ -158,7 +170,7 @@ class Term:
         weighted, root = (*weights, self)[0], (*roots, self)[0]
         return Term(
             "u", self.scale * other.scale, degree, root.power, root.eps,
-            weighted.weight, weighted.offset, left=self.left or other.left,
+            weighted.weight, weighted.offset, left=self.left or other.left, clamp=root.clamp,
         )  # fmt: skip
 
 
@@ -263,6 +275,8 @@ def _with_eps(term: Term, added: object) -> Term:
     number = number_of(added)
     if number is None:
         return replace(term, left=term.left or TENSOR_EPS)
+    if term.left == UNCLAMPED and number:
+        return replace(term, left=OUTER_EPS)
     if term.power == 1:
         return replace(term, eps=term.eps + number / term.scale)
     return term if number == 0 else replace(term, left=term.left or OUTER_EPS)
@@ -303,6 +317,46 @@ def reduced(reader: "Reader", node: Node) -> Term:
     return NOTHING
 
 
+def euclidean_norm(node: Node) -> tuple[Any, Any] | None:
+    """The tensor whose Euclidean norms a call takes, or divides by, and the dimensions."""
+    arguments = dict(zip(VECTOR_NORMS[name_of(node)], node.args, strict=False)) | node.kwargs
+    if arguments.keys() & {"out", "dtype"} or arguments.get("p", arguments.get("ord", 2)) != 2:
+        return None
+    return argument_of(node), arguments.get("dim", 1 if name_of(node) == "normalize" else None)
+
+
+def vector_norm(reader: "Reader", node: Node) -> Term:
+    """The Euclidean norm of a row, or the row divided by it."""
+    source, dim = euclidean_norm(node) or (None, None)
+    term = reader.term(source)
+    if term.base != "u" or not term.is_input or not reader.reduces(source, dim):
+        return NOTHING
+    root = Term(power=0.5, scale=math.sqrt(reader.count), left=UNCLAMPED)
+    if name_of(node) != "normalize":
+        return root
+    eps = number_of(node.args[3] if len(node.args) > 3 else node.kwargs.get("eps", 1e-12))
+    return Term(degree=1).times(_clamped(root, eps).to_the(-1))
+
+
+def clamp(reader: "Reader", node: Node) -> Term:
+    """A norm of a row that is no less than a number."""
+    arguments = bind(node)
+    at_least = number_of(arguments.get("min"))
+    return _clamped(reader.term(argument_of(node)), None if arguments.get("max") else at_least)
+
+
+def _clamped(term: Term, number: float | None) -> Term:
+    """max(√(s² · mean(u²)), number) is √(s² · (mean(u²) + eps)) for rows far from the number."""
+    if term.left != UNCLAMPED or term.power != 0.5 or number is None or number <= 0:
+        return NOTHING
+    return replace(term, eps=(number / term.scale) ** 2, left=None, clamp=number)
+
+
+def expanded(reader: "Reader", node: Node) -> Term:
+    term = reader.term(argument_of(node))
+    return term if term.is_of_rows else NOTHING
+
+
 def variance(reader: "Reader", node: Node) -> Term:
     """The variance of a row, alone or as the first of two results."""
     args, source = bind(node), argument_of(node)
@@ -340,6 +394,9 @@ RULES: dict[str, Callable[["Reader", Node], Term]] = {
     "getitem": item,
     **dict.fromkeys(("pow", *POWERS), power),
     **dict.fromkeys(CASTS, cast),
+    **dict.fromkeys(VECTOR_NORMS, vector_norm),
+    **dict.fromkeys(("clamp", "clamp_min"), clamp),
+    **dict.fromkeys(EXPANDS, expanded),
     **dict.fromkeys(("mean", "sum"), reduced),
 }
 
@@ -420,13 +477,13 @@ class Reader:
     """Reads the nodes that are made of one input x.
 
     x: the input, before all exact casts. centred: whether u is x − mean(x). dims: the number of
-    dimensions that are normalised together. rounds_once: whether tilenorm's op may round once where
-    a modulation rounds several times. terms: the terms of the nodes that were read so far.
+    dimensions that are normalised together. terms: the terms of the nodes that were read so far.
     """
 
-    def __init__(self, x: Node, centred: bool, dims: int, rounds_once: bool = False):
+    def __init__(self, x: Node, centred: bool, dims: int, allowed: Allowed):
         self.x, self.centred, self.dims = before_exact_casts(x), centred, dims
-        self.value, self.rounds_once = known(self.x), rounds_once
+        self.value = known(self.x)
+        self.allowed = allowed
         self.terms: dict[Node, Term] = {}
         self._depth = 0
 
@@ -458,6 +515,8 @@ class Reader:
 
     def fits_rows(self, node: Node) -> bool:
         """Whether a node has one number for each row, at its row's place beside x."""
+        while name_of(node) in EXPANDS:
+            node = argument_of(node)
         return same_sizes(known(node).shape, statistic_shape(self.value, self.dims))
 
     def computes(self, node: Node) -> bool:

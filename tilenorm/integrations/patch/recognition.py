@@ -38,6 +38,11 @@ from .twin import Refused, Unrecognised, check_branches, parameters_of, random, 
 from .wide import FEW_ELEMENTS, MANY_ELEMENTS, narrowed, shape_of, widened
 
 HARD_CODED_EPS = (None, 1e-5, 1e-6, 1e-8, 1e-12)
+NO_EPS = 1e-26  # no row of a trial shows it
+WITHOUT_EPS = (
+    "it is a norm without an eps that patch can see, as F.normalize(x) times the root of the size"
+    " is: tilenorm.compile(inexact=True) replaces that"
+)
 ROUNDINGS = {"rounding": "late"}, {"rounding": "early"}, {"rounding": "early", "promotes": True}
 PYTORCH_NORMS = (F.rms_norm, F.layer_norm, torch.rms_norm, torch.layer_norm)
 
@@ -166,16 +171,22 @@ def _exact_form(
                 raise Unrecognised(text)
             calls += dict.fromkeys((number, trial.inputs[0].dim()) for trial in exact)
     if form is None:
+        exact = [t for t in trials if len(t.inputs) == 1 and not is_half(t.dtypes)]
+        matches = (all(t.fits(f) for t in exact) for f in _forms(module, 1, options, (NO_EPS,)))
+        if exact and any(matches):
+            raise Unrecognised(WITHOUT_EPS)
         raise Unrecognised("its outputs match no norm of tilenorm")
     return replace(form, calls=tuple(calls))
 
 
-def _forms(module: nn.Module, number: int, options: dict) -> Iterator[Form]:
+def _forms(
+    module: nn.Module, number: int, options: dict, hard_coded: tuple = HARD_CODED_EPS
+) -> Iterator[Form]:
     """All forms that are possible with a module's parameters."""
     names = tuple(parameters_of(module))
     for norm, eps, (weight, bias), offset in product(
         ("rms", "layer"),
-        dict.fromkeys((*_eps_names(module), *HARD_CODED_EPS)),
+        dict.fromkeys((*_eps_names(module), *hard_coded)),
         dict.fromkeys(permutations((*names, None, None)[:2])),
         (0.0, 1.0) if names else (0.0,),
     ):

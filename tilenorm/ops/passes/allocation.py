@@ -109,8 +109,9 @@ class Layouts(dict):
     def _layout_of(self, shape: torch.Size, like: torch.Size, *grouped: tuple) -> Layout:
         spec = self._plan.spec
         named = {"input": dims.Shaped(shape)}
-        for place, lies_so in zip(self.grouped, grouped, strict=True):
-            named[self._read[place][0].name] = dims.Shaped(*lies_so)
+        for place, shape_and_strides in zip(self.grouped, grouped, strict=True):
+            port, _ = self._read[place]
+            named[port.name] = dims.Shaped(*shape_and_strides)
         sizes = dims.sizes_of_spec(spec, named)
         rows, groups = self._rows(sizes, named), ()
         if "scale" in named and isinstance(self._plan, BackwardPlan):
@@ -131,7 +132,7 @@ class Layouts(dict):
             new = Fresh.of(self._allocated(port, sizes, like, scales), dtype)
             fresh.append(new)
             if rows and spec.rotation:
-                written.append((place, dims.view(port, sizes), _strides_of(spec, port, new, sizes)))
+                written.append((place, dims.view(port, sizes), _strides_of(port, new, sizes)))
             elif port.dims in AS_MATRICES:
                 view = dims.view(port, sizes, written=True)
                 if view != new.shape:
@@ -148,9 +149,11 @@ class Layouts(dict):
         for name, dtype in self.scratch:
             extents = self._scratch_shape(name, rows, groups) if rows else None
             fresh.append(None if extents is None else Fresh.of(extents, dtype))
-        lies = self._reading if spec.rotation is None else self._heads_reading(sizes, named, rows)
+        read_as = self._reading
+        if spec.rotation:
+            read_as = self._heads_reading(sizes, named, rows)
         views = tuple(written), tuple(shown)
-        return Layout(rows, groups, tuple(fresh), *views, lies, tuple(cleared))
+        return Layout(rows, groups, tuple(fresh), *views, read_as, tuple(cleared))
 
     def _rows(self, sizes: dims.Sizes, named: dict[str, dims.Shaped]) -> Any:
         """How many rows; where heads are rotated the Sizes, or () if there are none."""
@@ -167,8 +170,7 @@ class Layouts(dict):
             return tuple(like)
         if port.like == "scale":
             return (scales.count,)
-        swapped = self._plan.spec.rotation is not None and self._plan.spec.rotation.heads_first
-        shape = dims.shape(port, sizes, swapped)
+        shape = dims.shape(port, sizes)
         return (prod(shape),) if port.number else shape
 
     def _heads_reading(self, sizes: dims.Sizes, named: dict, rows: Any) -> tuple:
@@ -198,29 +200,27 @@ def _heads_as_read(tensors: Sequence[Tensor | None], spec: NormSpec, how: tuple)
     for place, port, shape, strides in reads:
         t: Any = tensors[place]
         if strides is None or (aligned and t.data_ptr() % VECTOR_BYTES):
-            t = _turned(spec, port, t, sizes).clone(memory_format=torch.contiguous_format)
+            t = _turned(port, t, sizes).clone(memory_format=torch.contiguous_format)
             strides = contiguous_strides_of(shape)
         read[place] = reinterpret(t, shape, strides)
     return read
 
 
-def _turned(spec: NormSpec, port: Port, t: Tensor, sizes: dims.Sizes) -> Tensor:
+def _turned(port: Port, t: Tensor, sizes: dims.Sizes) -> Tensor:
     """A view with heads behind tokens, and of all tokens where a table or positions serve many."""
-    if port.swapped and spec.rotation.heads_first:
+    if port.swapped and sizes.swapped:
         return t.transpose(1, 2)
     if sizes.dims(port).startswith("t?"):
         return t.expand(*sizes.words["t"], *t.shape[-1:] * bool(port.indexed))
     return t
 
 
-def _strides_of(
-    spec: NormSpec, port: Port, tensor: Any, sizes: dims.Sizes
-) -> tuple[int, ...] | None:
+def _strides_of(port: Port, tensor: Any, sizes: dims.Sizes) -> tuple[int, ...] | None:
     """The strides in which the kernels take a tensor; None if it cannot be read in place."""
     t = torch.empty_strided(tensor.shape, tensor.strides, device="meta")
     shape = dims.view(port, sizes)
     try:
-        strides = list(_turned(spec, port, t, sizes).view(shape).stride())
+        strides = list(_turned(port, t, sizes).view(shape).stride())
     except RuntimeError:  # the leading dimensions do not merge
         return None
     # An extent of 1 may have any stride, and the compiler reads by what the stride is.
@@ -250,7 +250,7 @@ def _read_of(
             f"{spec.op}: the kernels take sequences of less than {MAX_STRIDE} elements where there"
             f" are several, got {elements}; backend='reference' takes them"
         )
-    strides = _strides_of(spec, port, named[port.name], sizes)
+    strides = _strides_of(port, named[port.name], sizes)
     if strides is None:
         return Read(place, port, shape, None)
     item = getattr(torch, dtype).itemsize

@@ -68,6 +68,7 @@ class Sizes(NamedTuple):
     key: "Sizes | None" = None  # the same where the rows are a key's
     columns: tuple[int, ...] = ()  # that tables may have
     indexed: bool = False  # there are positions
+    swapped: bool = False  # ports with `swapped` have heads before tokens
 
     def of(self, port: Port) -> "Sizes":
         return (self.key or self) if port.of == "key" else self
@@ -147,7 +148,8 @@ def sizes_of_spec(spec: Any, tensors: Mapping[str, Any]) -> Sizes:
     tensors: see sizes_of.
     """
     if spec.rotation:
-        return sizes_of(tensors, 2 if spec.by_token else 1)
+        sizes = sizes_of(tensors, 2 if spec.by_token else 1)
+        return sizes._replace(swapped=spec.rotation.heads_first)
     sizes = sizes_by_hidden(tensors, spec.hidden)
     sizes.words["h"] = (spec.heads,) if spec.heads else ()
     sizes.words["n/group"] = (spec.quantized.groups(spec.hidden),) if spec.quantized else ()
@@ -232,9 +234,9 @@ def _misfit(port: Port, sizes: Sizes) -> Misfit:
     return Misfit(TAKES.get(f"{dims} of {port.of}", TAKES[dims]).format(**named))
 
 
-def shape(port: Port, sizes: Sizes, swapped: bool = False) -> Shape:
+def shape(port: Port, sizes: Sizes) -> Shape:
     """The shape of a tensor of a call: of one that is made, or that nobody gave. Rows of no
-    elements have no statistics. swapped: heads come before tokens.
+    elements have no statistics.
     """
     words = sizes.of(port).words
     if port.number and 0 in words["n"]:
@@ -247,7 +249,7 @@ def shape(port: Port, sizes: Sizes, swapped: bool = False) -> Shape:
             extents.append(prod(words["..."]))
         else:
             extents += words.get(word.strip("[]"), ())
-    return _swapped(extents) if swapped and port.swapped else tuple(extents)
+    return _swapped(extents) if sizes.swapped and port.swapped else tuple(extents)
 
 
 def _swapped(dims: Sequence) -> tuple:
@@ -295,7 +297,7 @@ def sequences(tokens: Shape) -> tuple[int, int]:
     return (1, batch) if count == 1 else (batch, count)
 
 
-def axes(port: Port, tensor: Any, sizes: Sizes, swapped: bool = False) -> Sequence[int | None]:
+def axes(port: Port, tensor: Any, sizes: Sizes) -> Sequence[int | None]:
     """Of each dimension of a tensor, which dimension of the input it is: None for another one, and
     ~d where a cut in the input's dimension d leaves the tensor in no parts that fit.
     """
@@ -320,7 +322,7 @@ def axes(port: Port, tensor: Any, sizes: Sizes, swapped: bool = False) -> Sequen
         dims += rows.get(first, [None])
     for word in others:
         dims += rows.get(word, [None])
-    return _swapped(dims) if swapped and port.swapped else dims
+    return _swapped(dims) if sizes.swapped and port.swapped else dims
 
 
 def _axes_of_heads(parameter: Sequence[int], sizes: Sizes) -> list[int | None]:

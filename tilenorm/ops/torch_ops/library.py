@@ -147,7 +147,9 @@ class Called(NamedTuple):
 
     @property
     def sizes(self) -> dims.Sizes:
-        return dims.sizes_by_hidden(self.row.named(self.tensors), self.options[0])
+        swapped = self.row.rotated and self.option("output_heads_first")
+        sizes = dims.sizes_by_hidden(self.row.named(self.tensors), self.options[0])
+        return sizes._replace(swapped=swapped)
 
     def results(self) -> list[Result]:
         sizes = self.sizes
@@ -162,8 +164,7 @@ class Called(NamedTuple):
             how = Quantization(self.option("scaling"), layout=self.option("layout"))
             scales = Scales.of(how, hidden, rows)
             return Result(scales.shape, dtype, scales.strides)
-        swapped = port.swapped != "" and self.option(port.swapped)
-        return Result(dims.shape(port, sizes, swapped), dtype)
+        return Result(dims.shape(port, sizes), dtype)
 
     def returned(self, tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         """What the op returns: what is absent is an empty tensor; a number a row has x's leading

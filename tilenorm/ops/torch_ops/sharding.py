@@ -73,9 +73,9 @@ def axes_of(row: Op, arguments: dict[str, Any], results: dict[Port, Any]) -> Axe
     tensors = {port: arguments.get(port.name) for port in row.tensors}
     named = {port.name: tensor for port, tensor in tensors.items()}
     sizes = dims.sizes_by_hidden(named, arguments["hidden"])
-    swapped = bool(arguments.get("output_heads_first"))
+    sizes = sizes._replace(swapped=bool(arguments.get("output_heads_first")))
     return {
-        port: dims.axes(port, tensor, sizes, swapped)
+        port: dims.axes(port, tensor, sizes)
         for port, tensor in (tensors | results).items()
         if getattr(tensor, "shape", None) is not None
     }

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilenorm.spec import TENSORS, NormSpec
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SOURCE = Path(__file__).with_suffix(".c")
 NAME = "libcuda.so.1"
 STRINGS = {"torch.float32": "<f4", "torch.float16": "<f2", "torch.int32": "<i4"}

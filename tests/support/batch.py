@@ -7,16 +7,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tests.support import cases, layouts
+from tests.support.executors import Compiler, Executor, Inputs
+from tests.support.oracle import Truth
+from tests.support.results import assert_same_bits
+from tests.support.tolerance import assert_close
 from tilenorm.launch.calls import Needs, every_gradient
 from tilenorm.launch.target import Target
 from tilenorm.spec import NormSpec
 
-from .. import cases, layouts
-from ..executors import Compiler, Executor, Inputs
-from ..kernels.helpers import assert_same_bits
-from ..oracle import Truth
 from ..sweep.draw import Case
-from ..tolerance import assert_close
 from .rows import KINDS
 
 PARAMETERS = ("weight", "bias")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from tests import interpreter
 from tilenorm.launch.calls import Call, Launch, Needs, bound, every_gradient, groups
 from tilenorm.launch.config import StreamForward
 from tilenorm.launch.plan import plan_backward, plan_forward
@@ -16,7 +17,7 @@ from tilenorm.spec import NormSpec
 from tilenorm.table import MODULATION, OPS
 from tilenorm.tools.precompile import calls_of, compile_call
 
-from . import cases, interpreter, oracle
+from . import cases, oracle
 from .guarded import guarded
 
 EPS = 1e-6

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import cases
-from tests.ops.helpers import slow
-from tests.tolerance import assert_close
+from . import cases
+from .calls import slow
+from .tolerance import assert_close
 
 over = partial(pytest.mark.parametrize, "executor, spec", indirect=["executor"], ids=cases.label)
 each_spec = partial(pytest.mark.parametrize, "spec", ids=cases.label)
@@ -20,9 +20,21 @@ def seeds(quick: int, count: int):
     return pytest.mark.parametrize("seed", [*range(quick), *slow(*range(quick, count))])
 
 
-def every_result(executor, spec, inputs, **how) -> dict[str, Tensor]:
-    """The results of the forward and of the backward pass."""
-    return executor.forward(spec, inputs, **how) | executor.backward(spec, inputs, **how)
+def every_result(executor, spec, inputs, needs=None, **how) -> dict[str, Tensor]:
+    """The results of the forward and of the backward pass. needs: by default every gradient."""
+    return executor.forward(spec, inputs, **how) | executor.backward(spec, inputs, needs, **how)
+
+
+# What a kernel may not depend on: the value of undefined padding, and the order of blocks.
+UNDEFINED = {"fill": 1e30, "order": "reverse"}, {"fill": -1e30, "order": 1}
+
+
+def check_undefined(executor, spec, inputs, needs=None) -> dict[str, Tensor]:
+    """The results, whose bits depend on nothing that is undefined."""
+    expected = every_result(executor, spec, inputs, needs)
+    for how in UNDEFINED:
+        assert_same_bits(every_result(executor, spec, inputs, needs, **how), expected)
+    return expected
 
 
 def check(spec, inputs, results: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -16,9 +16,11 @@ from tilenorm.ops import call
 from tilenorm.ops.passes import bound, cutile, native, registry
 from tilenorm.ops.pytorch import torch_private
 
-from ..cases import target
-from ..executors import Interpreter
+from . import calls
+from .cases import target
+from .executors import Interpreter
 
+WARM = 4  # calls after which the extension serves
 CACHES = registry._told, registry.failures, bound.bound_for, bound.norm_of
 CACHES = *CACHES, call.remembered, SimpleNamespace(cache_clear=native.state().forget)
 GPU = registry.Device("cuda", target("sm_90"), 13000)
@@ -99,11 +101,21 @@ def there(like, place, addresses: list[int]):
 
 def by(served: str, device: str = "cpu"):
     """A block in which calls of the CPU are served by the reference, or by the interpreted kernels
-    for sm_90 or another architecture.
+    for sm_90 or another architecture. served: with "extension", the extension in C++, which the
+    fixture of this name has loaded, launches the kernels: each call is made until it knows it.
     """
     if device == "cuda" or served == "reference":
         return nullcontext()
+    if served == "extension":
+        return warm_gpu()
     return pretended_gpu("sm_90" if served == "kernels" else served)
+
+
+@contextmanager
+def warm_gpu():
+    """As pretended_gpu, where `calls.call` and `calls.step` repeat until the extension serves."""
+    with pretended_gpu(), patch.object(calls, "TIMES", WARM):
+        yield
 
 
 def tensors_among(arguments: tuple) -> Iterator[Tensor]:

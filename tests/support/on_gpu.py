@@ -9,7 +9,7 @@ from torch import Tensor
 from tilenorm.launch.target import Target
 from tilenorm.ops.passes.registry import device_of
 
-from .helpers import FAMILY, Form, call, step
+from .calls import FAMILY, Form, call, step
 
 OTHERS = [name for name in FAMILY if name != "rms_norm"]
 

@@ -194,6 +194,20 @@ def some_needs(spec: NormSpec) -> list[Needs]:
     )
 
 
+def alone(spec: NormSpec) -> list[Needs]:
+    """The needs of each gradient by itself."""
+    every, found = every_gradient(spec), []
+    nothing = every._replace(**dict.fromkeys(GRADIENTS, False))
+    groups = {"modulation": every.modulation, "of_key": every.of_key}
+    nothing = nothing._replace(**{n: (False,) * len(asked) for n, asked in groups.items()})
+    found += [nothing._replace(**{n: True}) for n in GRADIENTS if getattr(every, n)]
+    for name, asked in groups.items():
+        places = range(len(asked))
+        one = [tuple(i == j for j in places) for i in places if asked[i]]
+        found += [nothing._replace(**{name: only}) for only in one]
+    return found
+
+
 def label(value) -> str:
     """The id of a test, such as "layer-4096-bfloat16-weight:float32-offset:1.0"."""
     if not isinstance(value, NormSpec):

@@ -7,11 +7,12 @@ from random import Random
 import torch
 from torch import Tensor
 
-from tests.cases import DTYPES
-from tests.oracle import Truth
 from tilenorm.launch.calls import Sizes
 from tilenorm.spec import NormSpec, Rotation
 from tilenorm.table import OPS
+
+from .cases import DTYPES
+from .oracle import Truth
 
 EPS = 1e-6
 

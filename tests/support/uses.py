@@ -14,8 +14,8 @@ import tilenorm
 from tilenorm.spec import Quantization
 from tilenorm.table import ADDEND, BRANCH_PORTS, MODULATED_NORMS, OPS, ROTATED_NORMS
 
-from ..quantized import arguments
-from .helpers import EPS, random
+from .calls import EPS, random
+from .quantized import arguments
 
 ROWS, HIDDEN = 6, 256
 CHAINS = tuple(name for name, op in OPS.items() if op.calls)

@@ -12,17 +12,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tilenorm
-from tests import oracle
-from tests.tolerance import assert_close
 from tilenorm.ops.torch_ops import inductor
 from tilenorm.spec import NormSpec
 from tilenorm.table import NORMS, OPS, OPTIONS
+
+from . import oracle
+from .tolerance import assert_close
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 SLOW = pytest.mark.slow
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 EPS = 1e-6
+TIMES = 1  # how often a call or a step is made; `pretended.by` replaces it
 
 
 class Form(NamedTuple):
@@ -180,7 +182,13 @@ def gradients_like(likes: Iterable[Tensor]) -> tuple[Tensor, ...]:
 
 
 def call(form: Form, tensors: dict[str, Tensor], dims=1, eps=EPS, **options) -> tuple[Tensor, ...]:
-    """The outputs of tilenorm's function."""
+    """The outputs of tilenorm's function, called TIMES times."""
+    for _ in range(TIMES):
+        outputs = called(form, tensors, dims, eps, **options)
+    return outputs
+
+
+def called(form: Form, tensors: dict[str, Tensor], dims=1, eps=EPS, **options) -> tuple:
     given = {
         "normalized_shape": tensors["input"].shape[-dims:],
         "eps": eps,
@@ -216,12 +224,14 @@ def step(
     leaves = leaves_of(tensors)
     for name in leaves.keys() - (tensors.keys() if asked is None else asked):
         leaves[name].requires_grad_(False)
-    outputs = function(form, leaves, **options)
-    incoming = gradients_like(outputs) if incoming is None else incoming
-    used = [(y, dy) for y, dy in zip(outputs, incoming, strict=True) if dy is not None]
     trained = {n: t for n, t in leaves.items() if t.requires_grad}
-    given, dys = zip(*used, strict=True)
-    grads = torch.autograd.grad(given, [*trained.values()], dys, allow_unused=True)
+    function = called if function is call else function
+    for _ in range(TIMES):
+        outputs = function(form, leaves, **options)
+        incoming = gradients_like(outputs) if incoming is None else incoming
+        used = [(y, dy) for y, dy in zip(outputs, incoming, strict=True) if dy is not None]
+        given, dys = zip(*used, strict=True)
+        grads = torch.autograd.grad(given, [*trained.values()], dys, allow_unused=True)
     results = dict(zip(("output", "sum"), (y.detach() for y in outputs), strict=False))
     return results | {n: g for n, g in zip(trained, grads, strict=True) if g is not None}
 
@@ -318,6 +328,14 @@ def expected_of(
             mine = own[result].reshape(like.shape).to(like.dtype)
             found[name] = oracle.Truth(value, scale), mine
     return found
+
+
+def compare(found: Iterable[Tensor], expected: Iterable[Tensor], bound: float) -> None:
+    """Hold tensors to a part of the largest number of each."""
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == other.shape
+        size = other.abs().max().item() if other.numel() else 0.0
+        torch.testing.assert_close(one.double(), other.double(), rtol=bound, atol=bound * size)
 
 
 def assert_step(got: dict[str, Tensor], expected: dict, names=None) -> None:

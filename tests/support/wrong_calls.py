@@ -25,7 +25,7 @@ from tilenorm.table import (
     QUANTIZED_NORMS,
 )
 
-from .helpers import arguments_of, tensors_of_op
+from .calls import arguments_of, tensors_of_op
 
 X, W, HEADS, TWO_HEADS = torch.ones(3, 8), torch.ones(8), torch.ones(6, 8), torch.ones(2, 8)
 ROWS, GROUPS = torch.ones(2, 6, 8), torch.ones(2, 3, 8)

@@ -8,11 +8,12 @@ from unittest.mock import patch
 from cuda.tile import _compile
 from cuda.tile._cext import default_tile_context
 
-from tests.executors import Interpreter
 from tilenorm.launch import disk_cache, kernel, tiling
 from tilenorm.launch.calls import bound
 from tilenorm.ops.passes import cutile
 from tilenorm.tools.precompile import cubin_of
+
+from .executors import Interpreter
 
 SCRIPT = """#!/bin/sh
 basename -- "$1" >> {log}
