@@ -125,6 +125,28 @@ def prepare(model: nn.Module, config: Any, layer_of: Callable[[nn.Module], Layer
     return prepared
 
 
+def take_over(
+    model: nn.Module,
+    config: Any,
+    layer_of: Callable[[nn.Module], Layer | str],
+    run: Callable[[nn.Module, Tensor, Tensor | None], object],
+    logger: logging.Logger,
+) -> None:
+    """Prepare a model that an engine has loaded, warm up its norms on a GPU, and log the report.
+
+    Args:
+        config: the engine's configuration of the model, with `hf_config` and `dtype`.
+        layer_of: see prepare.
+        run: see warm.
+    """
+    prepared = prepare(model, config.hf_config, layer_of)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if device.type == "cuda":
+        warm(model, config.dtype, device, run)
+        torch.cuda.empty_cache()  # the engine measures what is left
+    tell(prepared, logger)
+
+
 def report(model: nn.Module) -> str:
     """The report of a loaded model, as a text. Raises RuntimeError where no plugin prepared it."""
     prepared = getattr(model, "tilenorm_report", None)

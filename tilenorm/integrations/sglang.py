@@ -63,13 +63,8 @@ def _register() -> None:
 
 def _prepared(_: None, runner: Any) -> None:
     """After a runner's load_model: prepares the model."""
-    model, config = runner.model, runner.model_config
-    prepared = engines.prepare(model, config.hf_config, layer_of)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    if device.type == "cuda":
-        engines.warm(model, config.dtype, device, _run)
-        torch.cuda.empty_cache()  # SGLang measures what is left
-    engines.tell(prepared, logging.getLogger(__name__))
+    logger = logging.getLogger(__name__)
+    engines.take_over(runner.model, runner.model_config, layer_of, _run, logger)
 
 
 def layer_of(module: nn.Module) -> Layer | str:

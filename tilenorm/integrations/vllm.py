@@ -14,7 +14,6 @@ import inspect
 from functools import cache, wraps
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..ops.functional import gated_rms_norm, layer_norm, rms_norm
@@ -80,12 +79,8 @@ def _preparing(load):
 
         model = load(self, *args, **kwargs)
         config = signature.bind(self, *args, **kwargs).arguments["model_config"]
-        prepared = engines.prepare(model, config.hf_config, layer_of)
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        if device.type == "cuda":
-            engines.warm(model, config.dtype, device, _run)
-            torch.cuda.empty_cache()  # vLLM measures what is left
-        engines.tell(prepared, init_logger("vllm.plugins.tilenorm"))
+        logger = init_logger("vllm.plugins.tilenorm")
+        engines.take_over(model, config, layer_of, _run, logger)
         return model
 
     setattr(load_model, ATTRIBUTE, True)
