@@ -25,7 +25,7 @@ from .config import (
     cdiv,
     tile_width,
 )
-from .order import Rule, forward_order, forward_rule, prescribed
+from .order import Rule, forward_order, forward_rule, prescribed, unit_of
 from .target import Target
 from .tuned import rules
 from .tuned.tables import TABLES
@@ -92,7 +92,7 @@ def _by_rule(spec: NormSpec, inputs: int, rule: Rule) -> RowForward | SharedForw
         return SharedForward(hints, (width,) * count, packed=_packs(spec), together=2)
     if not rule.warps:
         widths = (width,) * cdiv(spec.hidden, width)
-        vectors = 16 // ITEM_BYTES[spec.residual or spec.dtype] * Hints().threads
+        vectors = unit_of(spec) * Hints().threads
         rows = max(rules.TILE // tile_width(sum(widths)), cdiv(vectors, tile_width(width)))
         return RowForward(rows, widths=widths)
     while cdiv(spec.hidden, width) > rules.MOST_SEGMENTS:

@@ -57,8 +57,7 @@ def forward_order(spec: NormSpec, config: Config) -> RowOrder:
     widths = config.segments(spec.hidden)
     chunk = sum(widths) if sum(widths) < spec.hidden else 0
     if spec.aligned:
-        item = ITEM_BYTES[spec.residual or spec.dtype]
-        slices = slices_of(widths, config.rows, config.hints.threads, 16 // item)
+        slices = slices_of(widths, config.rows, config.hints.threads, unit_of(spec))
         return RowOrder("slices", spec.hidden, chunk, slices)
     each = slices_of(widths, 1, 0, 1)
     fetches = isinstance(config, RowForward) and config.fetch
@@ -66,6 +65,11 @@ def forward_order(spec: NormSpec, config: Config) -> RowOrder:
         return RowOrder("halves", spec.hidden, chunk, each)
     kind = "fused" if config.rows > 1 else "compiler"
     return RowOrder(kind, spec.hidden, chunk, each, None if config.rows > 1 else config)
+
+
+def unit_of(spec: NormSpec) -> int:
+    """The elements of 16 bytes of what is normalised: the input, or the sum with a residual."""
+    return 16 // ITEM_BYTES[spec.residual or spec.dtype]
 
 
 def slices_of(widths: tuple[int, ...], rows: int, threads: int, unit: int) -> tuple[Slice, ...]:
@@ -77,9 +81,9 @@ def slices_of(widths: tuple[int, ...], rows: int, threads: int, unit: int) -> tu
     start = 0
     for segment in widths:
         width = min(segment, unit * threads) if threads else segment
-        read = min(unit, width, rows * width // threads) if threads else unit
-        if not found or found[-1][1:] != (width, max(1, read)):
-            found.append(Slice(start, width, max(1, read)))
+        read = max(1, min(unit, width, rows * width // threads)) if threads else unit
+        if not found or found[-1][1:] != (width, read):
+            found.append(Slice(start, width, read))
         start += segment
     return tuple(found)
 
@@ -112,8 +116,7 @@ def prescribed(spec: NormSpec) -> RowOrder | None:
     rule = forward_rule(spec)
     if rule is None:
         return None
-    unit = 16 // ITEM_BYTES[spec.residual or spec.dtype]
-    read = min(unit, rule.width)
+    read = min(unit_of(spec), rule.width)
     if rule.warps:
         read = max(1, min(read, rule.width // (32 * rule.warps)))
     return RowOrder("slices", spec.hidden, rule.chunk, (Slice(0, rule.width, read),))

@@ -200,7 +200,8 @@ def _bound(
     """The kernels of a plan. names: the arrays of the results whose names are not their roles."""
     layouts = Layouts(plan, read, results)
     end = len(read)
-    places = {port.role: i for i, (port, dtype) in enumerate(read) if dtype}
+    read_places = {port.role: i for i, (port, dtype) in enumerate(read) if dtype}
+    places = dict(read_places)
     if GIVEN.role in places:
         places[SCALE.role] = places[GIVEN.role]
     for place, result in enumerate(results, end):
@@ -214,9 +215,8 @@ def _bound(
     def arrays_of(tensors: Sequence, written: Sequence) -> tuple:
         return take((*tensors, *written, ABSENT))
 
-    of_parameters = {port.role: i for i, (port, dtype) in enumerate(read) if dtype}
     parameters = [
-        (place, of_parameters[result[0].role])
+        (place, read_places[result[0].role])
         for place, result in enumerate(results)
         if result is not None and result[0].dims == "+[h] n"
     ]
