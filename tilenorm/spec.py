@@ -185,13 +185,6 @@ class NormSpec:
         return tuple(getattr(self, name) for name in TENSORS)
 
     @property
-    def joins(self) -> bool:
-        """Whether something is added to x before the residual, or to the normalised rows, or x is
-        masked or scaled.
-        """
-        return bool(self.addend or self.skip or self.branches)
-
-    @property
     def shares_dx(self) -> bool:
         """Whether the residual's gradient is that of x."""
         return self.residual == self.dtype and not self.branches and not self.mod_gate
@@ -246,13 +239,6 @@ class NormSpec:
         if (self.key or self.dtype) != self.dtype:
             return "a key has the input's dtype"
         return None
-
-    @property
-    def without_joins(self) -> "NormSpec":
-        """The same norm, where operations of their own do what `joins` tells of."""
-        return replace(
-            self, **dict.fromkeys(("addend", "skip", *(port.role for port in BRANCH_PORTS)))
-        )
 
     def dtype_of(self, role: str) -> str | None:
         """The dtype of a tensor that is taken, by its role; None for an absent one, or a number."""

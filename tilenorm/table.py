@@ -185,7 +185,6 @@ TERMS = tuple(Port(f"grad_output_{i}", role=f"grad_output_{i}") for i in (2, 3, 
 DTURNED = replace(DY, swapped="output_heads_first", needed=False)
 DKEY_TURNED = replace(DTURNED, name="grad_key_output", role="dsum", of="key")
 GATE_IF = replace(GATE, needed=False)
-RESIDUAL_IF = replace(RESIDUAL, needed=False)
 INPUT = Port("branch", role="input")  # where x is the sum
 SAVED_RSTD = replace(RSTD, needed=True)
 STATISTICS = MEAN, SAVED_RSTD

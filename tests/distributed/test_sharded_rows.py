@@ -29,7 +29,7 @@ from tests.support.pretended import GPU, forgotten
 from tests.support.results import check
 from tilenorm.ops.torch_ops import sharded_rows
 from tilenorm.spec import NormSpec
-from tilenorm.table import NORMS, OPS
+from tilenorm.table import BRANCH_PORTS, NORMS, OPS
 
 from .placing import R, alike, case, counted, placed, profiled
 from .world import INDUCTOR, NAMES, device, mesh, on_every_rank, slow_but_first
@@ -87,7 +87,8 @@ def test_drawn_rows(op):
     for seed, dtype in product(range(4), cases.DTYPES):
         # Operations of their own join, mask and scale: test_calls.py has these.
         spec = drawing.spec(rng, op, dtype, drawing.hidden(rng, 1500))
-        spec = replace(spec.without_joins, dropout_scale=1.0)
+        apart = ("addend", "skip", *(port.role for port in BRANCH_PORTS))
+        spec = replace(spec, **dict.fromkeys(apart), dropout_scale=1.0)
         inputs = Inputs.random(spec, rng.randint(0, 9), device(), seed)
         needs, name = rng.choice(cases.some_needs(spec)), rng.choice(NAMES)
         if not needs.dsum:
