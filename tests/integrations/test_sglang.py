@@ -1,6 +1,7 @@
 """tilenorm's plugin of SGLang, with a stand-in for SGLang."""
 
 import sys
+from functools import partial
 from random import Random
 from types import SimpleNamespace
 
@@ -8,18 +9,11 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
-    Gemma2Config,
-    Gemma3TextConfig,
     LlamaConfig,
     Olmo2Config,
     PretrainedConfig,
-    Qwen3Config,
 )
-from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
-from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import tilenorm
 from tests.support.calls import random
@@ -27,6 +21,7 @@ from tilenorm.integrations import engines
 from tilenorm.integrations import sglang as plugin
 
 from . import stand_in_sglang
+from .rounding_models import MODELS
 from .stand_in_sglang import RAN
 
 
@@ -67,15 +62,12 @@ def sglang(monkeypatch):
     )
 
 
-# A configuration, SGLang's layer for a norm of that model, and Hugging Face's class.
-NORMS = {
-    "llama": (LlamaConfig, "RMSNorm", LlamaRMSNorm),
-    "qwen3": (Qwen3Config, "RMSNorm", Qwen3RMSNorm),
-    "olmo2": (Olmo2Config, "RMSNorm", Olmo2RMSNorm),
-    "gemma2": (Gemma2Config, "GemmaRMSNorm", Gemma2RMSNorm),
-    "gemma3": (Gemma3TextConfig, "Gemma3RMSNorm", Gemma3RMSNorm),
-    "opt": (lambda: PretrainedConfig(model_type="opt"), "LayerNorm", nn.LayerNorm),
-}
+# SGLang's layer for a norm of each model.
+LAYERS = {"llama": "RMSNorm", "qwen3": "RMSNorm", "olmo2": "RMSNorm"}
+LAYERS |= {"gemma2": "GemmaRMSNorm", "gemma3": "Gemma3RMSNorm"}
+# A configuration, Hugging Face's class, and SGLang's layer.
+NORMS: dict[str, tuple] = {name: (*of, LAYERS[name]) for name, of in MODELS.items()}
+NORMS["opt"] = (partial(PretrainedConfig, model_type="opt"), nn.LayerNorm, "LayerNorm")
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -83,7 +75,7 @@ NORMS = {
 def test_a_layer_has_the_bits_of_the_models_class(name, seed, sglang):
     """Drawn: sizes, heads or rows, a residual and what is added to it, and the forward called."""
     rng = Random(f"{name} {seed}")
-    config, layer, cls = NORMS[name]
+    config, cls, layer = NORMS[name]
     sglang.start()
     hidden, eps = rng.choice((64, 96, 256, 1000)), rng.choice((1e-5, 1e-6))
     dtype = rng.choice((torch.bfloat16, torch.float16))

@@ -1,4 +1,4 @@
-"""tilenorm's plugin of vLLM, with a stand-in for vLLM. test_engine_runs.py runs vLLM itself."""
+"""tilenorm's plugin of vLLM, with a stand-in for vLLM. test_vllm_engine.py runs vLLM itself."""
 
 import logging
 import sys
@@ -10,8 +10,6 @@ import torch
 from torch import nn
 from transformers import (
     AutoConfig,
-    Gemma2Config,
-    Gemma3TextConfig,
     LlamaConfig,
     Olmo2Config,
     OPTConfig,
@@ -19,11 +17,7 @@ from transformers import (
     Qwen3Config,
     Qwen3NextConfig,
 )
-from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
-from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from tests.support.calls import random
@@ -31,6 +25,7 @@ from tilenorm.integrations import engines
 from tilenorm.integrations import vllm as plugin
 
 from . import stand_in_vllm
+from .rounding_models import MODELS
 from .stand_in_vllm import RAN
 
 
@@ -77,15 +72,12 @@ def loaded(vllm, model: nn.Module, config, loader: str = "BaseModelLoader") -> e
     return model.tilenorm_report
 
 
-# A configuration, vLLM's layer for a norm of that model, and Hugging Face's class.
-NORMS = {
-    "llama": (LlamaConfig, "RMSNorm", LlamaRMSNorm),
-    "qwen3": (Qwen3Config, "RMSNorm", Qwen3RMSNorm),
-    "olmo2": (Olmo2Config, "RMSNorm", Olmo2RMSNorm),
-    "gemma2": (Gemma2Config, "GemmaRMSNorm", Gemma2RMSNorm),
-    "gemma3": (Gemma3TextConfig, "GemmaRMSNorm", Gemma3RMSNorm),
-    "opt": (OPTConfig, "LayerNorm", lambda n, eps: nn.LayerNorm(n, eps)),
-}
+# vLLM's layer for a norm of each model.
+LAYERS = {"llama": "RMSNorm", "qwen3": "RMSNorm", "olmo2": "RMSNorm"}
+LAYERS |= {"gemma2": "GemmaRMSNorm", "gemma3": "GemmaRMSNorm"}
+# A configuration, Hugging Face's class, and vLLM's layer.
+NORMS: dict[str, tuple] = {name: (*of, LAYERS[name]) for name, of in MODELS.items()}
+NORMS["opt"] = (OPTConfig, nn.LayerNorm, "LayerNorm")
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -93,7 +85,7 @@ NORMS = {
 def test_a_layer_has_the_bits_of_the_models_class(name, seed, vllm):
     """Drawn: sizes, strided heads or rows, a residual, and which forward the engine calls."""
     rng = Random(f"{name} {seed}")
-    config, layer, cls = NORMS[name]
+    config, cls, layer = NORMS[name]
     plugin.register()
     hidden, eps = rng.choice((64, 96, 256, 1000)), rng.choice((1e-5, 1e-6))
     dtype = rng.choice((torch.bfloat16, torch.float16))
