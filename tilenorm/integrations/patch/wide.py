@@ -49,10 +49,10 @@ def narrowed(module: nn.Module, shape: tuple[int, ...]) -> nn.Module:
         name: nn.Parameter(torch.empty(narrow, dtype=p.dtype, device="meta"))
         for name, p in parameters_of(module).items()
     }
-    made = object.__new__(type(module))
+    copy = object.__new__(type(module))
     attributes = {name: smaller(value) for name, value in vars(module).items()}
-    made.__dict__ = attributes | {"_parameters": module._parameters | parameters}
-    return made
+    copy.__dict__ = attributes | {"_parameters": module._parameters | parameters}
+    return copy
 
 
 def widened(form: Form, module: nn.Module, shape: tuple[int, ...]) -> Form:
