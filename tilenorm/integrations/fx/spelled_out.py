@@ -70,7 +70,7 @@ def extended(norm: Norm, allowed: Allowed) -> Norm:
     reader.terms[y] = Term(degree=1, power=-0.5, eps=norm.eps, weight=weight, bias=bias)
     if any(node.users for node in norm.outputs.values() if node is not y):
         return replace(norm, apart=_shared(reader, norm))
-    longer = _longest(reader, y, found=norm)
+    longer = _longest(reader, y, shorter=norm)
     return replace(norm, apart=longer.apart) if longer.at is y else longer
 
 
@@ -108,8 +108,8 @@ def _squared(node: object) -> object:
     return pair[0] if pair and pair[0] is pair[1] else None
 
 
-def _longest(reader: Reader, node: Node | None, found: Norm | None = None) -> Norm | None:
-    """The longest norm that a node, or a chain of its users, computes. found: a shorter one.
+def _longest(reader: Reader, node: Node | None, shorter: Norm | None = None) -> Norm | None:
+    """The longest norm that a node, or a chain of its users, computes. shorter: a shorter one.
 
     Raises Left if there is none, but a chain computes a norm that no single op can replace.
     """
@@ -118,17 +118,17 @@ def _longest(reader: Reader, node: Node | None, found: Norm | None = None) -> No
         term = reader.term(node)
         if term.is_normalized:
             try:
-                found, apart = _norm(reader, node, term, found), None
+                shorter, apart = _norm(reader, node, term, shorter), None
             except Left as reason:
                 why = why or reason
                 if apart is None and term.mod_scale is not None:
                     apart = node.name, f"it stays behind its norm: {reason}"
-        node = _next(reader, node, found is not None)
-    if found is None:
+        node = _next(reader, node, may_end=shorter is not None)
+    if shorter is None:
         if why is not None:
             raise why
         return None
-    return replace(found, apart=apart or _shared(reader, found))
+    return replace(shorter, apart=apart or _shared(reader, shorter))
 
 
 def _shared(reader: Reader, norm: Norm) -> tuple[str, str] | None:
@@ -141,18 +141,18 @@ def _shared(reader: Reader, norm: Norm) -> tuple[str, str] | None:
     return None
 
 
-def _next(reader: Reader, node: Node, found: bool) -> Node | None:
-    """The user of a node with which the norm may go on. found: whether the norm may end here."""
+def _next(reader: Reader, node: Node, may_end: bool) -> Node | None:
+    """The user of a node with which the norm may go on. may_end: whether the norm may end here."""
     users = users_of(node)
-    if found and (len(users) > 1 or any(value_of(user) is None for user in users)):
+    if may_end and (len(users) > 1 or any(value_of(user) is None for user in users)):
         return None
     for user in users:
         reader.term(user)
     return min(filter(reader.computes, users), default=None)
 
 
-def _norm(reader: Reader, end: Node, term: Term, found: Norm | None) -> Norm:
-    """The norm that ends at a node. found: a norm in it. Raises Left if no op is the same."""
+def _norm(reader: Reader, end: Node, term: Term, shorter: Norm | None) -> Norm:
+    """The norm that ends at a node. shorter: a norm in it. Raises Left if no op is the same."""
     if term.left is not None:
         raise Left(term.left)
     # The smallest positive number of float16 is 6e-8: no row has a norm near the usual clamp.
@@ -181,8 +181,8 @@ def _norm(reader: Reader, end: Node, term: Term, found: Norm | None) -> Norm:
         for node in parts
         if reader.terms[node].is_complete and known(node).dtype in DTYPES_16_BIT
     }
-    if found is not None:
-        inside |= {*found.parts, *found.outputs.values()}
+    if shorter is not None:
+        inside |= {*shorter.parts, *shorter.outputs.values()}
     how = {"rounding": _rounding(reader, term, rounded), "activation": term.activation}
     options = Options(reader.count, "layer" if reader.centred else "rms", term.offset, **how)
     norm = Norm(
@@ -195,16 +195,17 @@ def _norm(reader: Reader, end: Node, term: Term, found: Norm | None) -> Norm:
     return norm
 
 
-def _between(first: set[Node | None], last: Node) -> set[Node]:
-    """The calls between some nodes and the last one, which belongs to them."""
-    found, stack = set(), [last]
+def _between(first: set[Node | None], end: Node) -> set[Node]:
+    """The calls between some nodes and the end, which belongs to them."""
+    between: set[Node] = set()
+    stack = [end]
     while stack:
         node = stack.pop()
         computes = node.op != "placeholder" and not isinstance(values_of(node), NUMBERS)
-        if computes and node not in first and node not in found:
-            found.add(node)
+        if computes and node not in first and node not in between:
+            between.add(node)
             stack += node.all_input_nodes
-    return found
+    return between
 
 
 def _rounding(reader: Reader, term: Term, rounded: set[str]) -> str:

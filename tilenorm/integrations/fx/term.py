@@ -216,10 +216,10 @@ def _joined(reader: "Reader", *pairs: tuple[Node, Term]) -> Term:
 
 def _modulated(reader: "Reader", term: Term, node: Node) -> Term:
     """The term times 1 + scale, by group."""
-    found = scale_of(node, reader.value, reader.dims)
-    if found is None:
+    factor = scale_of(node, reader.value, reader.dims)
+    if factor is None:
         return NOTHING
-    scale, rounds, left = found
+    scale, rounds, left = factor
     return replace(term, mod_scale=scale, rounds=rounds, left=term.left or left)
 
 
@@ -374,8 +374,8 @@ def variance(reader: "Reader", node: Node) -> Term:
 def item(reader: "Reader", node: Node) -> Term:
     """A result of var_mean."""
     source, index = item_of(node)
-    there = source is not None and isinstance(values_of(source), tuple | list)
-    if not there or name_of(source) != "var_mean":
+    has_results = source is not None and isinstance(values_of(source), tuple | list)
+    if not has_results or name_of(source) != "var_mean":
         return NOTHING
     reader.terms[source] = term = variance(reader, source)
     if term is NOTHING or index == 0:
@@ -422,10 +422,13 @@ def operand(node: object, x: Tensor, dims: int, groups: Sizes | None = None) -> 
 
     groups: the sizes by which it has to lie, if only these fit.
     """
-    found, value = groups_of(node, x, dims), value_of(node)
-    if not isinstance(node, Node) or found is None or value.dim() not in (dims, x.dim()):
+    lies_by = groups_of(node, x, dims)
+    value = value_of(node)
+    if not isinstance(node, Node) or lies_by is None or value.dim() not in (dims, x.dim()):
         return None
-    return None if groups is not None and not same_sizes(found, groups) else _source(node, x, dims)
+    return (
+        None if groups is not None and not same_sizes(lies_by, groups) else _source(node, x, dims)
+    )
 
 
 def scale_of(node: Node, x: Tensor, dims: int) -> tuple[Node, bool, str | None] | None:

@@ -65,15 +65,34 @@ class Form:
     own_from: int | None = None
     dtypes: tuple[Dtypes, ...] = ()
     mixed: bool = False
+    # None, or, where dimension 1 is normalised, as the channels of images are, whose strides the
+    # output has: "input" for the input's, "last" for those of channels that are last in memory.
+    channels: str | None = None
 
     def forward(self, module: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
         """The result of the module's forward, computed by tilenorm where it serves the call."""
         tensors = self._tensors(args, kwargs) if kwargs or len(args) != 1 else args
+        if self.channels:
+            tensors = tuple(map(_channels_last, tensors))
         served = self.served(module, *tensors)
         if served is None:
             former: Any = module._tilenorm_class
             return former.forward(module, *args, **kwargs)
-        return self._compute(module, *served)
+        y = self._compute(module, *served)
+        return self._channels_first(y, served[0]) if self.channels else y
+
+    def _channels_first(self, y: Tensor, x: Tensor) -> Tensor:
+        """An output as the module lays it out.
+
+        Channels that are last in memory are read and written in place. Others are copied once
+        before the norm, as PyTorch's norm does, and once behind it if the strides are the input's.
+        These are six passes over memory. A forward that is written out with the mean of dimension 1
+        takes fourteen. So no layout is left to the module's own forward.
+        """
+        y = y.movedim(-1, 1)
+        return (
+            y.contiguous() if self.channels == "input" and x.movedim(-1, 1).is_contiguous() else y
+        )
 
     def _tensors(self, args: tuple, kwargs: dict) -> tuple:
         """The input, and the gate if there is one; () for any other call."""
@@ -136,7 +155,7 @@ class Form:
         the scale, and the shift if there is one; or none of both.
         """
         x, alone = terms[0], len(terms) == 1
-        if self.groups or not (by_group if alone else are_alike(*terms)):
+        if self.groups or self.channels or not (by_group if alone else are_alike(*terms)):
             return None
         served = self.served(module, x)
         if served is None or self.widens(x, served[2]):
@@ -224,15 +243,23 @@ class Form:
         text = f"{'gated_' if self.gate else ''}{self.norm}_norm offset={self.offset}"
         text += " (rounded to the weight's dtype)" if self.rounds_offset else ""
         text += f" rounding={self.rounding} eps={self.epsilon(module)}"
+        if self.channels:
+            text += " over the channels, which are dimension 1"
         if self.groups:
             text += f" groups={self.groups}"
         if self.gate:
             text += f" norm_before_gate={self.gate == 'after'} activation={self.activation}"
         if self.promotes:
             text += " output_dtype=promote_types(input, weight)"
-        own = ["mixed dtypes"] if self.mixed else []
+        has_16_bits = any({*dtypes} - {None} == {torch.bfloat16} for dtypes in self.dtypes)
+        own = [] if has_16_bits or not self.dtypes else ["16 bits"]
+        own += ["mixed dtypes"] if self.mixed and has_16_bits else []
         own += [f"inputs of {self.own_from} or more dimensions"] if self.own_from else []
         return text + (f", or its own forward for {' and '.join(own)}" if own else "")
+
+
+def _channels_last(x: object) -> object:
+    return x.movedim(1, -1) if isinstance(x, Tensor) and x.dim() > 1 else x
 
 
 def are_alike(a: Tensor | None, b: Tensor | None) -> bool:

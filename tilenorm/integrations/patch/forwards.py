@@ -163,7 +163,7 @@ class _Plain(NamedTuple):
         `served` is the rule.
         """
         form = self.form
-        if form.groups or not self.served:
+        if form.groups or form.channels or not self.served:
             return ""
         conditions = [*conditions, "(shape := x.shape)", self._takes_dims()]
         shapes = [f"shape[-{form.dims} :]", *(f"{name}.shape" for name in self.parameters)]

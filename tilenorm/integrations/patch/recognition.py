@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from itertools import permutations, product
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -76,23 +77,53 @@ def _recognised(module: nn.Module) -> Form:
         shape = shape_of(module)
         if math.prod(shape) > FEW_ELEMENTS:
             try:
-                form = _tried(narrowed(module, shape), arguments, numbers)
-                return widened(form, module, shape)
+                form = _form_of_any_layout(narrowed(module, shape), arguments, numbers)
+                return widened(form, _turned(module) if form.channels else module, shape)
             except Unrecognised:
                 if math.prod(shape) > MANY_ELEMENTS:
                     raise
+        return _form_of_any_layout(module, arguments, numbers)
+
+
+def _form_of_any_layout(module: nn.Module, arguments: tuple[str, ...], numbers: list[int]) -> Form:
+    """The form of a norm of rows, or of the channels of images, which are dimension 1."""
+    try:
         return _tried(module, arguments, numbers)
+    except Refused as reason:
+        if 1 not in numbers:
+            raise
+        try:
+            form = _tried(_turned(module), arguments[:1], [1], needs_16_bits=False)
+        except Refused:
+            raise reason from None
+    x = random((2, *(form.sizes or shape_of(module)), 3, 5), torch.float32, 0)
+    y = run(twin_of(module, torch.float32), x)
+    return replace(form, channels="input" if y.is_contiguous() else "last")
 
 
-def _tried(module: nn.Module, arguments: tuple[str, ...], numbers: list[int]) -> Form:
-    """The form of a module with all trials."""
+def _turned(module: nn.Module) -> nn.Module:
+    """A module of the same state that takes and gives the channels last."""
+    cls: Any = type(module)
+
+    def forward(self, x):
+        return cls.forward(self, x.movedim(-1, 1)).movedim(1, -1)
+
+    turned = object.__new__(type(cls)(cls.__name__, (cls,), {"forward": forward}))
+    turned.__dict__ = vars(module)
+    return turned
+
+
+def _tried(
+    module: nn.Module, arguments: tuple[str, ...], numbers: list[int], needs_16_bits: bool = True
+) -> Form:
+    """The form of a module with all trials. needs_16_bits: as in _rounded_form."""
     rows, trials = trials_of(module, numbers)
     form = _exact_form(module, rows, trials, arguments)
     _check_channels(module, form, rows)
     for trial in (trial for call in form.calls for trial in edges(module, rows, *call)):
         if not trial.fits(form):
             raise Unrecognised(f"it matches {form.describe(module)}, but not for {trial.kind}")
-    form = _rounded_form(module, form, trials)
+    form = _rounded_form(module, form, trials, needs_16_bits)
     for number, dims in form.calls:
         fixed = () if rows.is_free else rows.tail
         check_branches(twin_of(module, torch.float32), fixed, dims, number)
@@ -215,14 +246,17 @@ def _check_channels(module: nn.Module, form: Form, rows: Rows) -> None:
                 raise Unrecognised(text)
 
 
-def _rounded_form(module: nn.Module, form: Form, trials: list[Trial]) -> Form:
-    """The form, completed by how the module rounds 16-bit dtypes and promotes mixed dtypes."""
+def _rounded_form(module: nn.Module, form: Form, trials: list[Trial], needs_16_bits: bool) -> Form:
+    """The form, completed by how the module rounds 16-bit dtypes and promotes mixed dtypes.
+    needs_16_bits: whether a module that rounds 16 bits in another way is left for float32 too.
+    """
     text = f"it matches {form.describe(module)}"
     by_dtypes = {}
     for trial in trials:
         if len(trial.inputs) in dict(form.calls):
             by_dtypes.setdefault(trial.dtypes, []).append(trial)
     needed = {dtypes for dtypes in by_dtypes if len({*dtypes} - {None}) == 1}
+    needed = {dtypes for dtypes in needed if needs_16_bits or not is_half(dtypes)}
     forms = {}
     offsets = (False, True) if form.offset else (False,)
     for rounds_offset, chosen in product(offsets, ROUNDINGS):

@@ -171,12 +171,12 @@ def _dtypes(numbers: list[int], has_parameters: bool) -> list[Dtypes]:
     """The dtypes of an input, a gate and parameters, those in float32 first. Others are one of 16
     bits for some, and float32 for the rest.
     """
-    found = []
+    dtypes = []
     for number, half in product(numbers, HALF):
         some = torch.float32, half
         gates, parameters = some if number == 2 else (None,), some if has_parameters else (None,)
-        found += product(some, gates, parameters)
-    return sorted(dict.fromkeys(found), key=is_half)
+        dtypes += product(some, gates, parameters)
+    return sorted(dict.fromkeys(dtypes), key=is_half)
 
 
 def is_half(dtypes: Dtypes) -> bool:

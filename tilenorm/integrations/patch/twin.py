@@ -50,11 +50,11 @@ def twin_of(module: nn.Module, dtype: torch.dtype, training: bool = True) -> nn.
         name: nn.Parameter(random(p.shape, dtype, seed))
         for seed, (name, p) in enumerate(parameters_of(module).items())
     }
-    own = {"training": training, "_parameters": module._parameters | parameters}
+    replaced = {"training": training, "_parameters": module._parameters | parameters}
     twin = object.__new__(type(module))
-    attributes = {n: v for n, v in vars(module).items() if n not in own}
+    attributes = {n: v for n, v in vars(module).items() if n not in replaced}
     # A forward may change containers: tree_map copies them. Other objects are shared.
-    twin.__dict__ = tree_map(lambda v: v.copy() if type(v) is set else v, attributes) | own
+    twin.__dict__ = tree_map(lambda v: v.copy() if type(v) is set else v, attributes) | replaced
     return twin
 
 
@@ -123,9 +123,9 @@ def check_branches(twin: nn.Module, tail: tuple[int, ...], dims: int, number: in
         logger.disabled = disabled
     if sizes.guards:
         raise Unrecognised("its forward branches on sizes of its input")
-    found = sorted(operators.names & PIECEWISE)
-    if found:
-        raise Unrecognised(f"its forward selects values by {', '.join(found)}")
+    piecewise = sorted(operators.names & PIECEWISE)
+    if piecewise:
+        raise Unrecognised(f"its forward selects values by {', '.join(piecewise)}")
 
 
 class _Operators(TorchDispatchMode):
@@ -171,12 +171,13 @@ def _is_of(frame: FrameType, *packages: str) -> bool:
 
 def _variables(frame: FrameType) -> list:
     """The state of the variables that a function shares with others, and of their attributes."""
-    code, found = frame.f_code, []
+    code = frame.f_code
+    states = []
     for value in (frame.f_globals[n] for n in code.co_names if n in frame.f_globals):
         attributes = getattr(value, "__dict__", {})
-        found.append(state_of((value, *(attributes[n] for n in code.co_names if n in attributes))))
+        states.append(state_of((value, *(attributes[n] for n in code.co_names if n in attributes))))
     shared = frame.f_locals if code.co_freevars else {}
-    return found + [state_of(shared[name]) for name in code.co_freevars if name in shared]
+    return states + [state_of(shared[name]) for name in code.co_freevars if name in shared]
 
 
 def state_of(value: Any, objects: bool = True) -> object:

@@ -49,10 +49,10 @@ def narrowed(module: nn.Module, shape: tuple[int, ...]) -> nn.Module:
         name: nn.Parameter(torch.empty(narrow, dtype=p.dtype, device="meta"))
         for name, p in parameters_of(module).items()
     }
-    made = object.__new__(type(module))
+    copy = object.__new__(type(module))
     attributes = {name: smaller(value) for name, value in vars(module).items()}
-    made.__dict__ = attributes | {"_parameters": module._parameters | parameters}
-    return made
+    copy.__dict__ = attributes | {"_parameters": module._parameters | parameters}
+    return copy
 
 
 def widened(form: Form, module: nn.Module, shape: tuple[int, ...]) -> Form:
@@ -60,7 +60,10 @@ def widened(form: Form, module: nn.Module, shape: tuple[int, ...]) -> Form:
     form = form if form.sizes is None else replace(form, sizes=shape)
     for number in dict(form.calls):
         for dtype in (torch.float32, torch.bfloat16):
-            trial = _trial(module, shape, (dtype, dtype if number == 2 else None, dtype))
+            dtypes = dtype, dtype if number == 2 else None, dtype if parameters_of(module) else None
+            if dtypes not in form.dtypes:
+                continue
+            trial = _trial(module, shape, (*dtypes[:2], dtype), max(form.dims_of(number)))
             name = trial.other_gradient(form) if dtype == torch.float32 else ""
             if name or not trial.fits(form):
                 what = f"the gradient of {name}" if name else "its output"
@@ -69,8 +72,10 @@ def widened(form: Form, module: nn.Module, shape: tuple[int, ...]) -> Form:
     return form
 
 
-def _trial(module: nn.Module, shape: tuple[int, ...], dtypes: Dtypes) -> Trial:
-    scales, size = torch.tensor(SCALES).reshape(-1, *(1,) * len(shape)), (len(SCALES), *shape)
+def _trial(module: nn.Module, shape: tuple[int, ...], dtypes: Dtypes, dims: int) -> Trial:
+    """A run of inputs of so many dimensions, with a wide row for each of SCALES."""
+    size = len(SCALES), *(1,) * (dims - len(shape) - 1), *shape
+    scales = torch.tensor(SCALES).reshape(-1, *(1,) * (len(size) - 1))
     x = random(size, torch.float32, 0).add_(0.5).mul_(scales).to(dtypes[0])
     inputs = [x, *(random(size, dtype, 1) for dtype in dtypes[1:2] if dtype)]
     twin = twin_of(module, dtypes[0])
