@@ -4,6 +4,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tilenorm.spec import NormSpec
 
 EXTENSION = "TESTS_EXTENSION"  # a variable: the file of the extension that serves
 ALL = "test_accuracy"  # all cases of this test are quick
+ONE_OF = 6  # cases that combine what other cases of a test have: so many of them stand for one
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,19 +56,23 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items: list[pytest.Item]) -> None:
-    """Mark as slow each case that tests nothing that a quick case of the same test does not test.
+    """Mark as slow each case that tests nothing that a quick case of the same test does not test:
+    it combines what they have. Of those, one of ONE_OF runs, drawn by its name.
 
     All cases of test_accuracy are quick, because accuracy is the first contract. All cases of a GPU
     are quick, because nothing else runs them and wide rows are fast there. Without a GPU they are
     left out: thousands of skipped cases would take time, and hide the others that skip.
     """
-    seen = defaultdict(set)
+    seen, left_out = defaultdict(set), set()
     for item in sorted(items, key=lambda item: getattr(spec_of(item), "hidden", 0)):
         if not (is_of_gpu(item) or item.get_closest_marker("slow") or item.originalname == ALL):
             tested = tested_by(item)
             if tested and tested <= seen[item.function]:
                 item.add_marker("slow")
+                if crc32(item.nodeid.encode()) % ONE_OF:
+                    left_out.add(item)
             seen[item.function] |= tested
+    _keep(config, items, lambda item: item not in left_out)
     if not torch.cuda.is_available():
         _keep(config, items, lambda item: not is_of_gpu(item))
     if config.getoption("only_gpu"):
