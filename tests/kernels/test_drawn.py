@@ -31,7 +31,7 @@ from ..sweep import draw
 from ..sweep.draw import Case
 
 # Examples of each executor, and the most elements of a row.
-QUICK, MORE = (24, 60), (150, 300)
+QUICK, MORE = (24, 60), (50, 300)
 # On a GPU: specs, the most rows of each, and the most elements of a row.
 SPECS, ROWS, WIDEST = 100, 400, 16384
 # Of modulated rows: groups, and rows of each. A group for all blocks, tiles of several rows that
@@ -107,7 +107,7 @@ def executor_of(seed: int) -> Executor:
     return Interpreter(Random(seed).choice(("sm_80", "sm_90")))
 
 
-@seeds(24, 90)
+@seeds(16, 40)
 @pytest.mark.parametrize("executor", cases.EXECUTORS[:1] + cases.EXECUTORS[-1:], indirect=True)
 def test_accuracy_of_modulated_rows(executor, seed):
     spec, inputs, _ = modulated(seed, executor.device)
@@ -120,7 +120,7 @@ def test_blocks_share_groups_or_have_whole_groups():
     assert {plan.sums(groups).WHOLE for groups, _ in GROUPS} == {False, True}
 
 
-@seeds(24, 100)
+@seeds(16, 40)
 def test_accuracy_of_rotated_heads(seed):
     """Within the budget, or, rounded early, of Hugging Face's bits, given the same rstd."""
     spec, inputs, _ = rotated(seed)
@@ -133,7 +133,7 @@ def test_accuracy_of_rotated_heads(seed):
         assert_close(name, t, truths[name], truths[name].value.to(t.dtype))
 
 
-@seeds(5, 30)
+@seeds(5, 12)
 @pytest.mark.parametrize("draw_call", [modulated, rotated])
 def test_bits_depend_neither_on_padding_nor_on_blocks_nor_on_other_gradients(draw_call, seed):
     (spec, inputs, _), executor = draw_call(seed), executor_of(seed)
@@ -145,7 +145,7 @@ def test_bits_depend_neither_on_padding_nor_on_blocks_nor_on_other_gradients(dra
         assert_same_bits(found, {name: expected[name] for name in found})
 
 
-@seeds(4, 30)
+@seeds(4, 12)
 def test_bits_of_a_row_do_not_depend_on_where_its_group_stands(seed):
     (spec, inputs, groups), executor = modulated(seed), executor_of(seed)
     order = torch.randperm(groups, generator=torch.Generator().manual_seed(seed))
@@ -160,7 +160,7 @@ def test_bits_of_a_row_do_not_depend_on_where_its_group_stands(seed):
         assert_same_bits({name: found[name]}, {name: moved(expected[name])})
 
 
-@seeds(6, 30)
+@seeds(6, 12)
 def test_bits_of_a_token_do_not_depend_on_the_others(seed):
     spec, sizes = rope.drawn(Random(seed))
     spec = replace(spec, rotation=spec.rotation._replace(heads_first=False))

@@ -7,12 +7,7 @@ import tilenorm
 from tests.support import calls as helpers
 from tests.support.calls import Form, compare, random
 from tests.support.pretended import by
-from tilenorm.launch.calls import every_gradient
-from tilenorm.launch.plan import plan_backward, plan_forward
-from tilenorm.launch.target import Target
-from tilenorm.spec import NormSpec
 from tilenorm.tools.explain import explain_spec, planned_device
-from tilenorm.tools.precompile import calls_of, compile_call
 
 FORMS = {norm: Form(f"modulated_{norm}_norm") for norm in ("rms", "layer")}
 
@@ -63,30 +58,3 @@ def test_explained(capsys):
     explained = explain_spec(found.spec, 24, planned_device("sm_90"))
     assert [s.kernel for s in explained.backward] == ["group_backward", "column_sum", "group_sum"]
     assert "timed without modulation" in explained.forward_source
-
-
-def spec_of(norm: str, hidden: int, gated: bool) -> NormSpec:
-    before = {"residual": "bfloat16", "mod_gate": "bfloat16"} if gated else {}
-    both = dict.fromkeys(("mod_scale", "mod_shift"), "bfloat16")
-    return NormSpec(norm, hidden, "bfloat16", **before, **both)
-
-
-SLOW = pytest.mark.slow
-MOST_SPILLED = {"sm_80": 40, "sm_120": 96}  # bytes a thread; of other architectures 16
-COMPILED = [pytest.param("sm_100", 64, "layer", True)]
-COMPILED += [
-    pytest.param(arch, n, *(("layer", True), ("rms", False))[(i + k) % 2], marks=SLOW)
-    for i, arch in enumerate(("sm_80", "sm_90", "sm_100", "sm_120"))
-    for k, n in enumerate((64, 1000, 1152, 1536, 3072, 5120))
-]
-
-
-@pytest.mark.any_torch
-@pytest.mark.parametrize("arch, hidden, norm, gated", COMPILED)
-def test_compiles_and_hardly_spills(arch, hidden, norm, gated):
-    spec, target = spec_of(norm, hidden, gated), Target.of(arch)
-    plans = plan_forward(spec, target, True), plan_backward(spec, target, every_gradient(spec))
-    for plan, groups in zip((*plans, plans[1]), (4, 4, 4096), strict=True):
-        for made in calls_of(plan, 65536, groups):
-            spilled = compile_call(made, arch).spill_bytes
-            assert spilled <= MOST_SPILLED.get(arch, 16), made.kernel._pyfunc.__name__

@@ -26,7 +26,7 @@ from tilenorm.launch.tuned.rules import GATED_FLOAT16, VERSIONS
 from tilenorm.launch.tuned.tables import TABLES
 from tilenorm.spec import NormSpec, Quantization
 from tilenorm.tools.dev.digests import Case, rotations
-from tilenorm.tools.precompile import compile_call
+from tilenorm.tools.precompile import calls_of, compile_call
 from tilenorm.tools.specs import token_rows
 
 TUNED = ("sm_90", "sm_90_H100", "sm_100")
@@ -42,6 +42,8 @@ IN_PAIRS, BY_HEADS, BY_TOKENS = 64, 16, 80
 MOST_SHARED = 20480  # bytes of shared memory of rotated heads
 QUANTIZED = (1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 12288, 16384)
 CHAINS = (128, 1024, 2048, 2304, 3584, 4096, 5376)
+MODULATED = (64, 1000, 1152, 1536, 3072, 5120)
+BY_MODULATION = {"sm_80": 40, "sm_120": 96}  # of other architectures 16
 # Bytes that a thread of a quantised norm spills. With fewer blocks on a multiprocessor, which spill
 # none, rms_norm of 16384 by block took 73.5 µs and not 70.0 (H200, 2026-11-25), and layer_norm of
 # 8192 by row 81 and not 73 (H100, 2026-11-26). With one order of sums rms_norm of 16384 spills 56
@@ -146,6 +148,17 @@ def chain(rng: Random, seed: int) -> Case:
     return Case(spec, Target.of(arch), ROWS)
 
 
+def modulated(rng: Random, seed: int) -> Case:
+    """Rows that are scaled and shifted by group: see compile_all."""
+    arch, hidden = ARCHS[seed % 4], rng.choice(MODULATED)
+    fields = dict.fromkeys(("mod_scale", "mod_shift"), "bfloat16")
+    if rng.random() < 0.5:
+        fields |= {"residual": "bfloat16", "mod_gate": "bfloat16"}
+    spec = NormSpec(rng.choice(("rms", "layer")), hidden, "bfloat16", **fields)
+    needs = every_gradient(spec) if rng.random() < 0.7 else None
+    return Case(spec, Target.of(arch), ROWS - 1, needs=needs)
+
+
 def stands_for(direction: str, spec: NormSpec) -> str | None:
     """The operation whose table serves a spec, in a direction."""
     op = heuristics.operation(spec, None if direction == "forward" else every_gradient(spec))
@@ -159,8 +172,13 @@ def collect_seldom():
 
 
 def compile_all(case: Case):
-    """In a worker: a kernel is not pickled, so calls are made where they are compiled."""
-    return [compile_call(call, case.target.arch) for call in case.calls]
+    """In a worker: a kernel is not pickled, so calls are made where they are compiled. Groups of
+    modulated rows are few and large, or many.
+    """
+    calls = case.calls
+    if case.spec.modulated:
+        calls = [call for groups in (4, 4096) for call in calls_of(case.plan, case.rows, groups)]
+    return [compile_call(call, case.target.arch) for call in calls]
 
 
 @pytest.fixture(scope="module")
@@ -219,13 +237,14 @@ def allowed_of_rotated(case: Case, _: str) -> int:
 
 # What makes cases, how many are quick, how many there are, and what their kernels may spill.
 KINDS = (
-    (any_kind, 5, 64, lambda *_: 1 << 20),
-    (end_of_a_regime, 2, 90, allowed_of_a_regime),
-    (several_terms, 1, 40, allowed_of_terms),
-    (sharing_blocks, 1, 24, lambda *_: BY_SHARING),
-    (rotated, 1, 40, allowed_of_rotated),
-    (quantized, 1, 24, lambda *_: BY_SCALES),
-    (chain, 1, 16, lambda *_: 0),
+    (any_kind, 4, 24, lambda *_: 1 << 20),
+    (end_of_a_regime, 1, 30, allowed_of_a_regime),
+    (several_terms, 1, 12, allowed_of_terms),
+    (sharing_blocks, 1, 10, lambda *_: BY_SHARING),
+    (rotated, 1, 12, allowed_of_rotated),
+    (quantized, 1, 8, lambda *_: BY_SCALES),
+    (chain, 1, 4, lambda *_: 0),
+    (modulated, 1, 10, lambda case, _: BY_MODULATION.get(case.target.arch, 16)),
 )
 
 
