@@ -242,7 +242,6 @@ MODULES: dict[str, Callable[[str, list[str]], None]] = {
     "pytest": lambda _, arguments: parse_pytest(arguments),
     "tests.integrations.families": parse,
     "tests.sanitize": has_no_arguments,
-    "tests.sweep": parse,
     "tilenorm": parse,
 }
 

@@ -1,7 +1,7 @@
 """A row's bits depend on nothing beside the row: not on undefined padding, the order of blocks,
 partial sums that come late, or constants that save registers or move reads.
 
-tests/sweep compares the bits in other layouts, batches and places, and beside rows of NaN. PACKED
+tests/ops/test_same_bits.py has other layouts, batches and places, and rows of NaN. PACKED
 converts 16-bit inputs twice. REREAD reads weights for each row. FETCH reads weights with the row.
 TOGETHER reads the weights of several segments at once.
 """

@@ -1,7 +1,7 @@
 """Drawn calls of each kind of norm: rows of every kind, rows that are modulated by group, and heads
 that are rotated. Results are within the error budget, and a row's bits depend on nothing beside it.
 
-tests/sweep compares the bits of public functions in other layouts, batches and places.
+tests/ops/test_same_bits.py has the public functions in other layouts, batches and places.
 """
 
 from collections.abc import Iterable
@@ -14,8 +14,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.support import batch, cases, rope
+from tests.support import batch, cases, draw, rope
 from tests.support.batch import Batch
+from tests.support.draw import Case
 from tests.support.executors import Executor, Inputs, Interpreter
 from tests.support.results import assert_same_bits, check, check_undefined, every_result, seeds
 from tests.support.rows import KINDS
@@ -26,9 +27,6 @@ from tilenorm.launch.plan import plan_backward
 from tilenorm.spec import NormSpec
 from tilenorm.table import MODULATION
 from tilenorm.tools.precompile import compiling
-
-from ..sweep import draw
-from ..sweep.draw import Case
 
 # Examples of each executor, and the most elements of a row.
 QUICK, MORE = (24, 60), (50, 300)

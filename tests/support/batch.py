@@ -1,4 +1,4 @@
-"""A drawn case of the sweep whose rows are of drawn kinds, and the check of its results."""
+"""A drawn case whose rows are of drawn kinds, and the check of its results."""
 
 from dataclasses import replace
 from random import Random
@@ -16,7 +16,7 @@ from tilenorm.launch.calls import Needs, every_gradient
 from tilenorm.launch.target import Target
 from tilenorm.spec import NormSpec
 
-from ..sweep.draw import Case
+from .draw import Case
 from .rows import KINDS
 
 PARAMETERS = ("weight", "bias")

@@ -1,17 +1,37 @@
-"""The checks of a case. Each compares the bits of results with those of one plain call."""
+"""A row has the same bits wherever it stands in the batch, whatever stands beside it, and in any
+layout. Public functions of drawn specs are compared with one plain call.
 
+On a GPU, `SWEEP="3000 7" python -m pytest tests/ops/test_same_bits.py` draws 3000 specs of seed 7.
+"""
+
+import os
+import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+from unittest.mock import patch
 
+import cuda.tile as ct
+import pytest
 import torch
 from torch import Tensor
 
+from tests.support import cases, draw
 from tests.support.calls import Form, call
+from tests.support.draw import Case
+from tests.support.executors import Executor
 from tests.support.guarded import guarded
 from tests.support.on_gpu import train
+from tests.support.pretended import pretended_gpu
 from tests.support.quantized import arguments
-from tilenorm.spec import TENSORS
-
-from .draw import Case
+from tilenorm.kernels import forward
+from tilenorm.launch.calls import Call, every_gradient
+from tilenorm.launch.plan import plan_backward, plan_forward
+from tilenorm.launch.target import Target
+from tilenorm.spec import TENSORS, NormSpec
+from tilenorm.tools import precompile
 
 BITS = {2: torch.int16, 4: torch.int32}
 # Tensors with rows, and their gradients.
@@ -75,16 +95,7 @@ class Subject:
                 expected = expected[index.to(expected.device)]
             unequal = bits(t.reshape(expected.shape)) != bits(expected)
             if unequal.any():
-                rows = torch.arange(len(expected)) if index is None else index
-                yield f"{name}: {_described(unequal, name, rows)}"
-
-
-def _described(unequal: Tensor, name: str, rows: Tensor) -> str:
-    if name in SUMS:
-        return f"{int(unequal.sum())} of {unequal.numel()} elements"
-    wrong = unequal.flatten(1).any(1)
-    first = int(wrong.nonzero()[0])
-    return f"{int(wrong.sum())} of {len(wrong)} rows; the first is row {first}, was {rows[first]}"
+                yield f"{name}: {int(unequal.sum())} of {unequal.numel()} elements"
 
 
 def bits(t: Tensor) -> Tensor:
@@ -127,7 +138,6 @@ def beside_nan(subject: Subject) -> Iterator[str]:
 
 def strided(subject: Subject) -> Iterator[str]:
     """Each tensor that has rows lies in a layout of its own, with NaN around it."""
-
     case = subject.case
     got = subject.train(*subject.with_rows(lambda name, t: case.layout(name).filled(t)))
     yield from subject.differences(got)
@@ -138,13 +148,9 @@ def strided(subject: Subject) -> Iterator[str]:
 
 def between_guards(subject: Subject) -> Iterator[str]:
     """In memory that is NaN at first and lies between guard bytes."""
-    try:
-        with guarded():
-            got = subject.train()
-    except AssertionError as changed:
-        yield str(changed)
-    else:
-        yield from subject.differences(got)
+    with guarded():
+        got = subject.train()
+    yield from subject.differences(got)
 
 
 def quantized(subject: Subject) -> Iterator[str]:
@@ -152,9 +158,7 @@ def quantized(subject: Subject) -> Iterator[str]:
     how, form = subject.case.how, subject.form
     if how is None:
         return
-    asked = arguments(how)
-    if asked["scale"] is not None:
-        asked["scale"] = asked["scale"].to(subject.device)
+    asked = arguments(how, subject.device)
     function = Form(f"{form.op}_quantized", form.options | asked)
     with torch.no_grad():
         with_y, codes = (
@@ -165,6 +169,103 @@ def quantized(subject: Subject) -> Iterator[str]:
         yield f"{how.label}: other codes where y is returned"
 
 
-Check = Callable[[Subject], Iterator[str]]
-CHECKS: tuple[Check, ...] = (again, without_grad, picked, beside_nan, strided)
-CHECKS += (between_guards, quantized)
+CHECKS = (again, without_grad, picked, beside_nan, strided, between_guards, quantized)
+
+
+def problems(case: Case, device: str = "cpu") -> list[str]:
+    """What is wrong with a case, by the check that says it."""
+    subject = Subject(case, device)
+    return [f"{check.__name__}: {wrong}" for check in CHECKS for wrong in check(subject)]
+
+
+class Job(NamedTuple):
+    """What to compile before the checks run. until: a time after which nothing more is compiled."""
+
+    case: Case
+    target: Target
+    until: float
+
+
+def compile_ahead(job: Job) -> None:
+    """In another process. A check compiles what is missing, and says what does not compile."""
+    with suppress(Exception):
+        for call in calls_of(job.case, job.target):
+            if time.time() > job.until:
+                break
+            precompile.compile_call(call, job.target.arch)
+
+
+def calls_of(case: Case, target: Target) -> Iterator[Call]:
+    spec, how = case.spec, case.how
+    specs = [spec, *(replace(spec, quantized=how._replace(output=y)) for y in (False, True) if how)]
+    plans = [plan_forward(spec, target, True), plan_backward(spec, target, every_gradient(spec))]
+    plans += [plan_forward(each, target, False) for each in specs]
+    for plan, count in product(plans, {case.rows, *map(len, case.picks().values())}):
+        yield from precompile.calls_of(plan, count * (spec.heads or 1))
+
+
+SECONDS = 300  # of compiling ahead
+SPECS, SEED = map(int, os.environ.get("SWEEP", "200 1").split())  # on a GPU
+
+
+def ready(executor: Executor) -> Iterator[Case]:
+    """The cases of an executor; on a GPU each one once it is compiled."""
+    if executor.name != "gpu":
+        yield from draw.drawn(4, cases.INTERPRETERS.index(executor.name) + 1, draw.INTERPRETER)
+        return
+    torch.cuda.empty_cache()
+    drawn = draw.drawn(SPECS, SEED, draw.GPU)
+    jobs = [Job(case, executor.target, time.time() + SECONDS) for case in drawn]
+    with precompile.compiling(compile_ahead, jobs, None) as done:
+        yield from (case for case, _ in zip(drawn, done, strict=True))
+
+
+def test_drawn_rows(executor):
+    arch = executor.name.removeprefix("interpreter_")
+    with nullcontext() if arch == "gpu" else pretended_gpu(arch):
+        for case in ready(executor):
+            try:
+                assert not problems(case, executor.device)
+            except Exception as error:
+                raise AssertionError(str(case)) from error
+
+
+def by_place_in_the_tile(real):
+    """moments() whose variance is another in every second row of a tile."""
+
+    def moments(*arguments):
+        found = real(*arguments)
+        rows = ct.arange(found.variance.shape[0], dtype=ct.int32)[:, None]
+        return replace(
+            found, variance=ct.where(rows % 2 == 1, found.variance * 1.01, found.variance)
+        )
+
+    return moments
+
+
+def by_row_count(real):
+    """moments() whose variance is another in a grid of several blocks."""
+
+    def moments(*arguments):
+        found = real(*arguments)
+        few = ct.num_blocks(1) < 3
+        return replace(found, variance=ct.where(few, found.variance * 1.01, found.variance))
+
+    return moments
+
+
+SEVERAL_ROWS_A_TILE = Case(NormSpec("layer", 40, "float32", "float32"), 9, 1)
+ONE_ROW_A_TILE = Case(NormSpec("rms", 1030, "bfloat16", "bfloat16"), 4, 2)
+
+
+@pytest.mark.parametrize(
+    "case, fault",
+    [(SEVERAL_ROWS_A_TILE, by_place_in_the_tile), (ONE_ROW_A_TILE, by_row_count)],
+    ids=["place", "rows"],
+)
+def test_a_kernel_whose_rows_depend_on_their_place_is_found(case, fault):
+    with pretended_gpu():
+        subject = Subject(case, "cpu")
+        assert not [*picked(subject)]
+        with patch.object(forward, "moments", fault(forward.moments)):
+            assert any("output" in wrong for wrong in picked(Subject(case, "cpu")))

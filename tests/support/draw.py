@@ -1,4 +1,4 @@
-"""Draws the cases of the sweep: a spec, a number of rows and a seed decide all of a case."""
+"""Draws cases of any norm of rows: a spec, a number of rows and a seed decide all of a case."""
 
 from dataclasses import dataclass
 from itertools import product
@@ -8,13 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tests.support import drawing, layouts
-from tests.support.cases import DTYPES, MAX_HIDDEN
-from tests.support.layouts import Layout
-from tests.support.quantized import HOWS
 from tilenorm.spec import NormSpec, Quantization
 from tilenorm.table import NORMS, QUANTIZED_NORMS
 from tilenorm.tools.candidates import written
+
+from . import drawing, layouts
+from .cases import DTYPES, MAX_HIDDEN
+from .layouts import Layout
+from .quantized import HOWS
 
 MOST_FEW = 40  # rows of a batch of a few rows
 
@@ -41,11 +42,6 @@ class Case:
 
     def __str__(self) -> str:
         return written(self)
-
-    @classmethod
-    def parse(cls, text: str) -> "Case":
-        """The case that str() gave this text."""
-        return eval(text, {"Case": cls, "NormSpec": NormSpec})
 
     @property
     def row_shape(self) -> tuple[int, ...]:
