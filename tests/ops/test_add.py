@@ -12,7 +12,6 @@ from tests.support.calls import (
     EACH_JOINED,
     EPS,
     FAMILY,
-    MASKED,
     before,
     call,
     incoming_of,
@@ -103,13 +102,6 @@ def test_what_one_pass_refuses():
     assert "blocks share a row" in chain_refused(spec_of(65536), Target.of("sm_90"))
 
 
-def test_explained(capsys):
-    rows, weights = made("rms", 3, 40)
-    found = tilenorm.explain("rms_norm_add_rms_norm", *rows, (40,), *weights)
-    assert (found.before.spec.skip, found.after.spec.weight) == ("bfloat16", "float32")
-    assert found.refused in capsys.readouterr().out
-
-
 N = 40
 ADDS = {name: form for name, form in FAMILY.items() if form.other == "residual"}
 EACH_ADD = pytest.mark.parametrize("form", ADDS.values(), ids=ADDS)
@@ -125,14 +117,6 @@ def test_the_gradient_of_the_layer_scale(device, name, served):
     masked = before(form._replace(branch=form.branch[:-1]), tensors)
     products = found["residual"].double() * masked.double()
     torch.testing.assert_close(found["layer_scale"].double(), products.sum(0), rtol=1e-5, atol=1e-4)
-
-
-@EACH_ADD
-def test_the_mask_of_pytorchs_dropout(device, form):
-    tensors = tensors_of(form._replace(options=MASKED), 64, N, device=device)
-    dropped, mask = torch.ops.aten.native_dropout(tensors["input"], 0.1, True)
-    _, total = call(form._replace(options=MASKED), tensors | {"dropout_mask": mask})
-    assert torch.equal(total, dropped + tensors["residual"])
 
 
 def test_what_the_op_refuses(device):

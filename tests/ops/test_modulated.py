@@ -7,7 +7,6 @@ import tilenorm
 from tests.support import calls as helpers
 from tests.support.calls import Form, compare, random
 from tests.support.pretended import by
-from tilenorm.tools.explain import explain_spec, planned_device
 
 FORMS = {norm: Form(f"modulated_{norm}_norm") for norm in ("rms", "layer")}
 
@@ -47,14 +46,3 @@ def test_several_normalized_dimensions_and_heads():
         with pytest.warns(tilenorm.ReferenceWarning, match="a weight by heads"):
             found = call("layer", by_heads)
     compare(found, call("layer", by_heads, backend="reference"), 0.0)
-
-
-def test_explained(capsys):
-    given = made((4, 6), (4,), 64)
-    x, scale = given.pop("input"), given.pop("scale")
-    found = tilenorm.explain("modulated_layer_norm", x, (64,), scale, **given)
-    assert "modulation scale float32 shift float32 gate float32" in capsys.readouterr().out
-    assert found.spec.mod_gate == "float32"
-    explained = explain_spec(found.spec, 24, planned_device("sm_90"))
-    assert [s.kernel for s in explained.backward] == ["group_backward", "column_sum", "group_sum"]
-    assert "timed without modulation" in explained.forward_source

@@ -11,7 +11,6 @@ from tilenorm.launch.plan import plan_forward
 from tilenorm.launch.target import Target
 from tilenorm.ops.passes import cutile
 from tilenorm.spec import NormSpec, Rotation
-from tilenorm.tools.explain import explain_spec, planned_device
 
 B = torch.bfloat16
 DTYPES = (B, torch.float16, torch.float32)
@@ -104,18 +103,6 @@ def test_symbolic_trace_of_heads_before_tokens():
     compare(
         traced(*plain.values()), call(ROPE, plain, eps=None, heads_first=True, rotary_dim=8), 0.0
     )
-
-
-def test_explained(capsys):
-    given = heads_of((2, 5), (4, 2), 16, 8, B) | {"positions": torch.arange(5)}
-    given |= {n: given[n].transpose(1, 2) for n in LEAVES[:2]}
-    found = tilenorm.explain(NAME, given.pop("input"), (16,), heads_first=True, **given)
-    assert "16 of 16 elements rotated by halves, tables bfloat16 of 8" in capsys.readouterr().out
-    assert found.spec.rotation.heads_first and found.rows == 40
-    # Queries, keys and what they become; weights; tables of 5 rows; positions of 10 tokens.
-    assert found.forward_bytes == 2 * 2 * 60 * 16 + 2 * 2 * 16 + 2 * 2 * 5 * 8 + 10 * 8
-    explained = explain_spec(found.spec, 24, planned_device("sm_90"))
-    assert [s.kernel for s in explained.backward] == ["rope_backward", "column_sum"]
 
 
 def test_several_sequences_of_more_elements_than_strides_hold():

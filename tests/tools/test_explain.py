@@ -1,14 +1,27 @@
 """explain prints and returns what would serve a call, how, and why the others do not."""
 
+from random import Random
+
 import pytest
 import torch
 
 import tilenorm
-from tests.support.calls import EACH_FORM, NEEDS_GPU, arguments_of, random, spec_of, tensors_of
+from tests.support.calls import (
+    EACH_FORM,
+    FAMILY,
+    NEEDS_GPU,
+    arguments_of,
+    random,
+    spec_of,
+    tensors_of,
+)
+from tests.support.drawn import heads_of
 from tests.support.quantized import arguments
+from tests.support.wrong_calls import right_of
 from tilenorm.launch.target import MULTIPROCESSORS
 from tilenorm.ops.passes import cutile, reference
 from tilenorm.spec import NormSpec, Quantization
+from tilenorm.table import MODULATED_NORMS, OPS
 from tilenorm.tools.explain import explain_spec, planned_device
 
 pytestmark = pytest.mark.usefixtures("no_memory")
@@ -23,23 +36,49 @@ def planned(hidden=4096, rows=8192, arch="sm_90", backend=None, terms=1, op="rms
     return explain_spec(spec, rows, planned_device(arch), backend, terms)
 
 
-@EACH_FORM
-@pytest.mark.parametrize("heads", [0, 1, 6])
-def test_on_a_cpu_the_reference_serves(form, heads, capsys, monkeypatch):
-    shape = {"parameter_shape": (heads, 8)} if heads else {}
-    tensors = tensors_of(form, 2, heads or 3, 8, other=torch.float16, **shape)
+# What is told of an op beside the dtypes of its rows and parameters, and the kernels that differ.
+TOLD = {
+    "gated_rms_norm": "gate float32 after the norm, activation silu)",
+    "layer_norm_add": "residual float32 after the norm)",
+    "rms_norm_quantized": "row scales float8_e4m3fn layout row)",
+    "modulated_rms_norm": "modulation scale float32 shift float32 gate float32)",
+    "rms_norm_rope": "8 of 8 elements rotated by halves, tables float32 of 8, key weight float32)",
+}
+BACKWARD = {op: ["group_backward", "column_sum", "group_sum"] for op in MODULATED_NORMS}
+BACKWARD |= {"rms_norm_rope": ["rope_backward", "column_sum"]}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_op(op, capsys, monkeypatch):
+    """On a CPU the reference serves and nothing runs; on a GPU, every launch is told."""
+    with monkeypatch.context() as patched:
+        for module in (cutile, reference):
+            patched.setattr(module, "bind_forward", None)
+        found = tilenorm.explain(op, **right_of(op))
+    printed = capsys.readouterr().out
+    if OPS[op].calls:
+        assert (found.before.spec.skip, found.after.spec.weight) == ("float32", "float32")
+        assert f"in two calls: {found.refused}" in printed
+        return
+    assert printed == f"{found}\n"
+    assert (found.chosen, found.rows) == ("reference", 48 if OPS[op].rotated else 12)
+    assert found.refused == {"cutile": "the input is on cpu; cuTile runs on NVIDIA GPUs"}
+    assert found.forward == found.backward == () and found.spec.op == op
+    assert f"{op} of {found.rows} rows of 8 float32 on cpu (weight float32, b" in str(found)
+    assert "served by reference\n  refused by cutile: the input is on cpu" in str(found)
+    assert TOLD.get(op, "") in str(found)
+    on_a_gpu = explain_spec(found.spec, found.rows, planned_device("sm_90"))
+    kernels = [] if OPS[op].quantized else BACKWARD.get(op, ["norm_backward", "column_sum"])
+    assert [step.kernel for step in on_a_gpu.backward] == kernels
+
+
+def test_the_options_of_a_call():
+    form = FAMILY["gated_rms_norm, gate first"]
+    tensors = tensors_of(form, 2, 6, 8, other=torch.float16, parameter_shape=(6, 8))
     options = {"offset": 0.5, "rounding": "early"}
     given = {**arguments_of(tensors), **form.options, **options}
-    for module in (cutile, reference):  # nothing runs
-        monkeypatch.setattr(module, "bind_forward", None)
     found = tilenorm.explain(form.op, **given, normalized_shape=(8,))
     assert found.spec == spec_of(form, tensors, **options)
-    assert (found.chosen, found.rows) == ("reference", tensors["input"].numel() // 8)
-    assert found.refused == {"cutile": "the input is on cpu; cuTile runs on NVIDIA GPUs"}
-    assert found.forward == found.backward == ()
-    assert capsys.readouterr().out == f"{found}\n"
-    assert f"{form.op} of {found.rows} rows of 8 float32 on cpu (weight float32, b" in str(found)
-    assert "served by reference\n  refused by cutile: the input is on cpu" in str(found)
 
 
 @pytest.mark.parametrize("output", [False, True])
@@ -55,9 +94,9 @@ def test_a_quantised_norm(output):
 
 
 @EACH_FORM
-@pytest.mark.parametrize("arch", MULTIPROCESSORS)
 @pytest.mark.parametrize("hidden", [64, 4096, 131072])
-def test_every_launch_is_told(form, arch, hidden):
+def test_every_launch_is_told(form, hidden):
+    arch = Random(f"{form} {hidden}").choice([*MULTIPROCESSORS])
     fields = {"gate_first": "norm_before_gate" in form.options}
     found = planned(hidden, arch=arch, op=form.op, weight="float32", bias="bfloat16", **fields)
     assert (found.chosen, found.refused) == ("cutile", {})
@@ -112,6 +151,10 @@ SOURCES = [
     ({"op": "add_rms_norm", "addend": "bfloat16"}, f"{TUNED}, timed with one residual", TUNED),
     ({"op": "rms_norm_add"}, f"{TUNED}, timed as add_rms_norm", TUNED),
     ({"op": "gated_layer_norm"}, *[f"{TUNED}, timed as gated_rms_norm"] * 2),
+    (
+        {"op": "modulated_rms_norm", "mod_scale": "bfloat16"},
+        *(f"{TUNED}, timed without modulation", "heuristic, untimed"),
+    ),
 ]
 
 
@@ -121,6 +164,13 @@ def test_where_configurations_come_from(fields, forward, backward, tables):
     assert (found.forward_source, found.backward_source) == (forward, backward)
     if backward:
         assert f"backward: {found.backward_bytes:,} bytes, configuration: {backward}" in str(found)
+
+
+def test_the_bytes_of_rotated_heads():
+    """Queries, keys and what they become; weights; tables of 5 rows; positions of 10 tokens."""
+    given = heads_of((2, 5), (4, 2), 16, 8, torch.bfloat16) | {"positions": torch.arange(5)}
+    found = tilenorm.explain("rms_norm_rope", given.pop("input"), (16,), **given)
+    assert found.forward_bytes == 2 * 2 * 60 * 16 + 2 * 2 * 16 + 2 * 2 * 5 * 8 + 10 * 8
 
 
 def test_no_parameters_no_column_sum_and_no_rows_no_launch():
