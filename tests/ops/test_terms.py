@@ -116,7 +116,7 @@ def check(call: Call, served: str, output: bool) -> None:
 
 @EACH
 @pytest.mark.parametrize("op", NAMES)
-@pytest.mark.parametrize("examples", [1, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_drawn_calls(served, op, examples):
     rng, written = Random(f"{served} {op}"), 0
     for seed, dtype in product(range(examples), cases.DTYPES):
