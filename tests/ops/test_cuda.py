@@ -6,7 +6,6 @@ import gc
 import os
 import subprocess
 import sys
-from random import Random
 
 import pytest
 import torch
@@ -26,7 +25,6 @@ from tests.support.calls import (
     same,
     spec_of,
 )
-from tests.support.guarded import guarded
 from tests.support.on_gpu import forms_and_widths, made, ops_seen, target, train
 from tests.support.oracle import Truth
 from tests.support.tolerance import assert_close
@@ -34,8 +32,6 @@ from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.ops.passes.quantize import quantize
 from tilenorm.spec import NormSpec, Quantization
-
-from . import test_add
 
 pytestmark = NEEDS_GPU
 B = torch.bfloat16
@@ -200,30 +196,6 @@ def test_what_scaled_mm_makes_of_the_codes(scaling):
     expected = F.rms_norm(x.float(), (2048,)) @ w.float().t()
     noise = (found - expected).square().sum() / expected.square().sum()
     assert 10 * noise.log10() < -25  # decibels: an 8-bit float has 3 bits of mantissa
-
-
-@pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")  # float64
-@pytest.mark.parametrize("dtypes", test_add.DTYPES[:3], ids=str)
-def test_chains(norm, dtypes):
-    """The error is at most twice that of the two functions; rows have the same bits anywhere."""
-    rng = Random(f"{norm} {dtypes}")
-    for hidden in (7, 128, 1001, 2304, 4096, 5376, 16384):
-        kinds = rng.choice(dtypes), rng.choice(dtypes)
-        tensors = test_add.made(norm, 257, hidden, dtypes=dtypes, weights=kinds)
-        rows, parameters = ([t.cuda() for t in group] for group in tensors)
-        options = {"offset": rng.choice((0.0, 1.0)), "rounding": rng.choice(("late", "early"))}
-        with guarded():
-            found = test_add.chain(norm, rows, (hidden,), parameters, **options)
-        apart = test_add.apart(norm, rows, (hidden,), parameters, **options)
-        doubled = ([t.double() for t in group] for group in (rows, parameters))
-        exact = test_add.apart(norm, next(doubled), (hidden,), next(doubled), **options)
-        for one, other, true in zip(found, apart, exact, strict=True):
-            few = 4 * torch.finfo(one.dtype).eps * true.abs().max()
-            assert (one - true).abs().max() <= 2 * (other - true).abs().max() + few
-        order = torch.randperm(257, device="cuda")
-        moved = [t[order] for t in rows]
-        permuted = test_add.chain(norm, moved, (hidden,), parameters, **options)
-        assert all(torch.equal(p, t[order]) for p, t in zip(permuted, found, strict=True))
 
 
 ROWS = 4096

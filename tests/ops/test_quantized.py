@@ -31,6 +31,7 @@ from tests.support.calls import (
 )
 from tests.support.executors import Inputs, Interpreter
 from tests.support.guarded import guarded
+from tests.support.passes import SeenFunctions, Subclass
 from tests.support.pretended import by, pretended_gpu
 from tests.support.quantized import HOWS, arguments, bits, check, label, swizzled
 from tilenorm.launch import forced
@@ -42,8 +43,6 @@ from tilenorm.ops.passes.quantize import QuantizedNorm, quantize
 from tilenorm.spec import NormSpec, Quantization
 from tilenorm.table import OPS, QUANTIZED_NORMS
 from tilenorm.tools.explain import explain_spec, planned_device
-
-from .test_overrides import Seen, Subclass
 
 SERVED = ("reference", "sm_90", "sm_100", "sm_80")
 ON_A_GPU, BACKENDS = pytest.param("cuda", marks=NEEDS_GPU), {"cuda": "cutile"}
@@ -239,6 +238,6 @@ def test_segments_that_cut_groups():
 def test_a_mode_sees_the_call():
     given = X.as_subclass(Subclass), X, (128,)
     assert type(tilenorm.add_rms_norm_quantized(*given, eps=1.0, scaling="block").q) is Subclass
-    with Seen() as seen:
+    with SeenFunctions() as seen:
         tilenorm.rms_norm_quantized(X, (128,), scaling="row")
     assert seen.calls[0][0] is torch.ops.tilenorm.rms_norm_quantized

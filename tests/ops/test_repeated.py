@@ -10,20 +10,16 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilenorm
-from tests.support.calls import LAYER, RMS, call, random, same, step, tensors_of
+from tests.support.calls import CALLS, FEW, LAYER, RMS, call, random, same, step, tensors_of
+from tests.support.passes import Seen, SeenFunctions, Subclass
 from tests.support.pretended import WARM
-from tests.support.quantized import bits
 from tests.support.served import is_served
-from tests.support.wrong_calls import right_of
 from tilenorm.ops import call as calls
 from tilenorm.ops.call import MOST_GUARDS, remembered
-from tilenorm.ops.passes import base, cutile, native
+from tilenorm.ops.passes import cutile, native
 from tilenorm.ops.pytorch import torch_private
-from tilenorm.table import NORMS, OPS
 
 N = 64
 
@@ -61,9 +57,10 @@ def taken(done: list) -> list:
     return found
 
 
-@pytest.mark.parametrize("lead", [(5,), (2, 3), ()], ids=str)
-def test_the_same_bits_without_checks_and_without_cutile(device, form, lead, checked, made):
-    tensors = tensors_of(form, *lead, N, dtype=torch.bfloat16, device=device)
+@pytest.mark.parametrize("name", FEW)
+def test_the_same_bits_without_checks_and_without_cutile(device, name, checked, made):
+    form = CALLS[name]
+    tensors = tensors_of(form, 2, 3, N, dtype=torch.bfloat16, device=device)
     expected = step(form, tensors), call(form, tensors)
     assert same(step(form, tensors), expected[0])
     assert taken(made) == ["prepared"] * 2  # forward and backward
@@ -102,36 +99,10 @@ def rms(x, w, eps=1e-6, shape=(N,), **options):
     return tilenorm.rms_norm(x, shape, w, eps, **options)
 
 
-class Operations(TorchDispatchMode):
-    """It, and Functions, keep what they see."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.seen.append(function)
-        return function(*args, **(kwargs or {}))
-
-
-class Functions(TorchFunctionMode):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        self.seen.append(function)
-        return function(*args, **(kwargs or {}))
-
-
-class Subclass(torch.Tensor):
-    pass
-
-
 def within(mode, x, w):
     with mode:
         y = rms(x, w)
-    assert mode.seen
+    assert mode.calls
     return y
 
 
@@ -175,8 +146,8 @@ OTHER = {
     "not on 16 bytes": lambda x, w: rms(one_element_in(x), w),
     "an int for eps": lambda x, w: rms(x, w, 1),
     "a subclass": lambda x, w: rms(x.as_subclass(Subclass), w).as_subclass(torch.Tensor),
-    "a dispatch mode": lambda x, w: within(Operations(), x, w),
-    "a function mode": lambda x, w: within(Functions(), x, w),
+    "a dispatch mode": lambda x, w: within(Seen(), x, w),
+    "a function mode": lambda x, w: within(SeenFunctions(), x, w),
     "vmap": lambda x, w: torch.func.vmap(lambda x: rms(x, w))(x[None]),
     "a constant of a transform": lambda x, w: torch.func.vmap(lambda i: i * rms(x, w))(x),
     "a gradient of torch.func": lambda x, w: torch.func.grad(lambda x: rms(x, w).sum())(x),
@@ -247,42 +218,6 @@ def test_a_tensor_given_twice(device, checked):
     assert checked.count("add_rms_norm") == 2
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if op not in NORMS])
-def test_other_functions_have_the_same_bits(op, device, made):
-    """What lies by group is read in place from a chunk, and copied from every second element."""
-    right = right_of(op)
-    given = {n: t.to(device) if isinstance(t, torch.Tensor) else t for n, t in right.items()}
-    by_group = [port.name for port in OPS[op].takes if port.dims == "g n"]
-    chunks = {name: torch.cat([given[name]] * 2, -1)[..., :8] for name in by_group}
-    uneven = {name: given[name].repeat_interleave(2, -1)[..., ::2] for name in by_group}
-    for changes in (chunks, uneven):
-        results = [getattr(tilenorm, op)(**given | changes) for _ in range(4)]
-        assert ("repeated" in taken(made)) == (changes is chunks or not by_group)
-        first, *later = (r if isinstance(r, tuple) else (r,) for r in results)
-        for outputs in later:
-            pairs = zip(first, outputs, strict=True)
-            assert all(a is b or torch.equal(bits(a), bits(b)) for a, b in pairs)
-
-
-def strided(x: torch.Tensor) -> torch.Tensor:
-    return torch.stack([x, x], -1)[..., 0]
-
-
-@pytest.mark.parametrize("change", [strided, one_element_in])
-@pytest.mark.parametrize("name", ["input", "weight", "dy"])
-def test_a_tensor_that_lies_otherwise_is_launched_by_cutile(name, change, device, made):
-    tensors, dy = tensors_of(RMS, 3, N, device=device), random(3, N, device=device)
-    expected = [step(RMS, tensors, [dy]) for _ in range(3)][-1]
-    assert taken(made)[-2:] == ["repeated"] * 2
-    if name == "dy":
-        dy = change(dy)
-    else:
-        tensors = tensors | {name: change(tensors[name])}
-    for _ in range(3):
-        assert same(step(RMS, tensors, [dy]), expected)
-    assert len(taken(made)) == (3 if name == "dy" else 0)  # the forward passes alone
-
-
 def test_a_weight_of_another_shape_gets_its_gradient_in_that_shape(device, made):
     tensors = tensors_of(RMS, 3, 1, N, device=device)
     for shape in ((N,), (1, N)) * 3:
@@ -304,14 +239,6 @@ def test_another_shape_or_eps_is_another_call(device, made):
     expected = x[:3] * (x[:3].square().mean(1, keepdim=True) + 1e-6).rsqrt()
     torch.testing.assert_close(tilenorm.rms_norm(x[:3], (N,), eps=1e-6), expected)
     assert taken(made) == ["repeated"]
-
-
-def test_a_few_calls_are_kept(device, made, monkeypatch):
-    monkeypatch.setattr(base, "MOST_CALLS", 3)
-    x = random(4, N, device=device)
-    for i in range(3 * 5):
-        tilenorm.rms_norm(x, (N,), eps=1e-6 * (1 + i % 5))
-    assert taken(made).count("prepared") == 3
 
 
 def test_while_a_graph_is_captured_nothing_is_kept(device, monkeypatch):

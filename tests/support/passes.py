@@ -1,6 +1,7 @@
 """Passes of the engine that ask for a part of the gradients, graphs for them, and their work."""
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -28,6 +29,23 @@ class Seen(TorchDispatchMode):
         if func.namespace == "tilenorm":
             self.calls.append((func, tuple(map(detached, args))))
         return func(*args, **(kwargs or {}))
+
+
+class SeenFunctions(TorchFunctionMode):
+    """Keeps the calls of tilenorm's and PyTorch's norms that it sees, with their arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if "norm" in getattr(function, "__name__", ""):
+            self.calls.append((function, args, kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+
+class Subclass(torch.Tensor):
+    pass
 
 
 def detached(value):
