@@ -24,7 +24,7 @@ from tilenorm.tools.dev import digests
 
 KINDS = ("rms", "layer")
 OTHER_ORDERS = "gated_"  # norms with a gate have orders of their own
-SEEDS = 100
+SEEDS = 40
 DRAWS = 6  # of each op, size and dtype
 each_target = pytest.mark.parametrize("target", [Target.of(n) for n in TARGETS], ids=list(TARGETS))
 

@@ -1,22 +1,27 @@
 """Plans depend on the spec and the target alone, and no row count specialises their kernels."""
 
+from dataclasses import replace
 from itertools import cycle, product
+from random import Random
 
 import pytest
 
 from tests.support import cases
 from tests.support.executors import arguments_of, backward_calls, forward_calls
+from tests.support.quantized import HOWS
 from tilenorm.kernels.forward import row_forward
 from tilenorm.launch import user_table
 from tilenorm.launch.calls import MAX_GRID, MAX_SIDE, Needs, constants_of, every_gradient
-from tilenorm.launch.config import Hints, RowForward
+from tilenorm.launch.config import Hints, RowForward, SharedForward
 from tilenorm.launch.kernel import hinted
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.launch.tiling import CLEAR_SLOTS
+from tilenorm.launch.tuned.quantized import ONE_ROW, SHARED
 from tilenorm.launch.user_table import Key
 from tilenorm.ops.passes.registry import MAX_ROWS
 from tilenorm.spec import NormSpec
+from tilenorm.table import NORMS
 from tilenorm.tools.precompile import calls_of
 
 H200 = Target.of("sm_90")
@@ -122,15 +127,15 @@ def test_one_kernel_starts_before_the_norms_ends(arch, overlap):
         assert [c.overlap for c in calls] == [False, overlap, False][:kernels]
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=cases.label)
-def test_grids_can_be_launched(spec):
-    # The most rows that tilenorm accepts, and that fit the largest GPU with the output.
-    rows = min(MAX_ROWS, LARGEST_TENSOR // (spec.hidden * spec.item_bytes))
-    for arch in MULTIPROCESSORS:
+@each_arch
+def test_grids_can_be_launched(arch):
+    """Of the most rows that tilenorm accepts, and that fit the largest GPU with the output."""
+    for spec in SPECS:
+        rows = min(MAX_ROWS, LARGEST_TENSOR // (spec.hidden * spec.item_bytes))
         for kernel, grid, *_ in all_calls(spec, Target.of(arch), rows):
             most = (MAX_GRID, MAX_SIDE, MAX_SIDE)
             fits = all(1 <= n <= m for n, m in zip(grid, most, strict=False))
-            assert fits, (arch, kernel._pyfunc.__name__, grid)
+            assert fits, (spec, kernel._pyfunc.__name__, grid)
 
 
 @pytest.mark.parametrize("hidden", [64, 4096, 65536])
@@ -169,3 +174,38 @@ def test_kernels_whose_order_depends_on_registers_always_write_rstd(monkeypatch)
         assert free == (hidden == 1001)
         assert [plan.save for plan in plans] == [free and hints == Hints(8), True]
     plan_forward.cache_clear()
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
+def test_a_quantised_norm_has_the_segments_and_threads_of_the_plain_norm(arch):
+    """So that q has its bits. Registers are spared for as many blocks as a multiprocessor holds."""
+    rng, target, fused = Random(arch), Target.of(arch), 0
+    for _ in range(200):
+        op, dtype = rng.choice(NORMS[:4]), rng.choice(cases.DTYPES)
+        hidden = 128 * rng.randint(1, rng.choice((160, 2048)))
+        spec = NormSpec.of(op, hidden, dtype, weight=dtype, quantized=rng.choice(HOWS))
+        plan, plain = (plan_forward(s, target, False) for s in (spec, spec.unquantized))
+        if plan.spec.quantized is None:
+            continue
+        fused += 1
+        found, config = plan.compiled, plain.config
+        assert plan.config == config
+        assert found.hints.num_worker_warps == config.hints.num_worker_warps
+        assert (found.hints.occupancy or 1) * found.hints.threads <= 2048
+        free = {"hints": found.hints}
+        if isinstance(config, RowForward) and config.rows == 1:
+            assert not found.packed or spec.widest_item == 2
+            free |= {"packed": found.packed, "fetch": found.fetch}
+        if isinstance(config, SharedForward):
+            assert (found.hints.occupancy or 1) <= config.hints.occupancy
+        assert found == replace(config, **free), spec
+        if plan.fetches:  # a small batch has fewer blocks than fit
+            warps = config.hints.num_worker_warps
+            assert replace(plan, small=True).hints == Hints(None, warps)
+    assert fused > 70
+
+
+@pytest.mark.parametrize("rows", [*ONE_ROW.values(), *SHARED.values()], ids=str)
+def test_more_elements_of_a_thread_have_no_fewer_registers(rows):
+    assert list(rows) == sorted(rows)
+    assert [registers for _, registers in rows] == sorted(registers for _, registers in rows)

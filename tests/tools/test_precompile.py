@@ -54,7 +54,7 @@ def keys(calls) -> set[str]:
     return {f"{id(c.kernel)} {signature(c.kernel, c.arguments).symbol}" for c in calls}
 
 
-@pytest.mark.parametrize("seed", [*range(3), *slow(*range(3, 12))])
+@pytest.mark.parametrize("seed", range(4))
 def test_drawn_groups_compile_nothing_new(seed):
     rng, target = Random(seed), Target.of(list(MULTIPROCESSORS)[seed % len(MULTIPROCESSORS)])
     dtype, hidden = rng.choice(cases.DTYPES), rng.choice((64, 1152, 3072, rng.randint(1, 8192)))
@@ -63,12 +63,12 @@ def test_drawn_groups_compile_nothing_new(seed):
     spec = NormSpec(rng.choice(("rms", "layer")), hidden, dtype, **fields)
     ahead = keys(training_calls(spec, target))
     plan = plan_backward(spec, target, every_gradient(spec))
-    for most in (3, 40, 300, 3000, 30000) * 8:
+    for most in (3, 40, 300, 3000, 30000) * 4:
         groups, tokens = rng.randint(1, most), rng.choice((1, 16, 256, rng.randint(1, 4500)))
         assert keys(calls_of(plan, groups * tokens, groups)) <= ahead, (groups, tokens)
 
 
-@pytest.mark.parametrize("seed", [*range(9), *slow(*range(9, 27))])
+@pytest.mark.parametrize("seed", [*range(9), *slow(*range(9, 15))])
 def test_a_drawn_step_compiles_nothing_new(seed):
     rng, target = Random(seed), Target.of(list(MULTIPROCESSORS)[seed % len(MULTIPROCESSORS)])
     dtype, hidden = rng.choice(cases.DTYPES), rng.choice((rng.randint(1, 3000), *cases.HIDDEN))

@@ -1,13 +1,13 @@
 """Tuning: wrong candidates are seen on the CPU; a GPU tunes, and serves what it found."""
 
 from dataclasses import replace
-from itertools import product
+from itertools import cycle
 
 import pytest
 import torch
 
 from tests.support import cases
-from tests.support.calls import FAMILY, NEEDS_GPU, assert_step, expected_of, slow
+from tests.support.calls import FAMILY, NEEDS_GPU, assert_step, expected_of
 from tests.support.executors import Interpreter, arguments_of
 from tests.support.on_gpu import made, target, train
 from tilenorm.__main__ import main
@@ -51,9 +51,9 @@ def rotated(heads: int) -> NormSpec:
 @pytest.mark.parametrize(
     "spec, direction, terms",
     [
-        *product(SPECS, ["forward"], [1]),
-        *product(SPECS, ["backward"], [1, 3]),
-        *product(map(rotated, (1, 3)), cases.DIRECTIONS, [1]),
+        *zip(SPECS, cycle(cases.DIRECTIONS), (1, 3, 1, 1, 1, 1), strict=False),
+        (rotated(1), "forward", 1),
+        (rotated(3), "backward", 1),
         (MODULATED, "backward", 1),
     ],
     ids=cases.label,
@@ -62,7 +62,7 @@ def test_right_candidates_are_kept(spec, direction, terms):
     search = Search(spec, H200, direction, terms)
     tried = trials(search)
     alone = spec.rotation or spec.modulated  # no blocks share such rows
-    for config in (*search.configs[:2], *(search.configs[5::40] if alone else [SHARED[direction]])):
+    for config in (search.configs[0], *(search.configs[5::60] if alone else [SHARED[direction]])):
         plan = plan_of(search, config)
         assert plan.needs.terms == terms if direction == "backward" else plan.save
         assert tried.wrong(plan) is None, config
@@ -93,7 +93,7 @@ def test_wrong_results_are_seen(direction):
 
 
 @each_direction
-@pytest.mark.parametrize("hidden", [37, 64, 4096, 65536])
+@pytest.mark.parametrize("hidden", [37, 4096, 65536])
 def test_what_serves_now_is_tried_first(direction, hidden):
     spec, target = NormSpec("rms", hidden, "bfloat16", "bfloat16"), Target.of("sm_90")
     first, *others = Search(spec, target, direction).configs
@@ -146,7 +146,7 @@ def pretended(tables, monkeypatch):
     return Pretended
 
 
-@pytest.mark.parametrize("direction, terms", [("forward", 1), *slow(("backward", 2))])
+@pytest.mark.parametrize("direction, terms", [("forward", 1), ("backward", 2)])
 def test_the_fastest_right_candidate_is_found(direction, terms, pretended):
     told = []
     search = Search(SPEC, H200, direction, terms)
