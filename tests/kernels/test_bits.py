@@ -104,8 +104,9 @@ def test_fetch_with_any_weight_dtype(executor, dtype, weight):
         assert_same_bits(fetched, late)
 
 
-@pytest.mark.parametrize("more", TOGETHER, ids=str)
-@pytest.mark.parametrize("hidden", [7168, *slow(40000)])
+@pytest.mark.parametrize(
+    "hidden, more", [*((7168, m) for m in TOGETHER), *slow((40000, TOGETHER[1]))]
+)
 def test_together(hidden, more):
     executor = Interpreter("sm_90")
     for norm in ("rms", "layer"):

@@ -27,9 +27,7 @@ SPECS = [
     *slow(
         ("backward", NormSpec("layer", 4104, "float16", "float16", "float16", residual="float16")),
         ("backward", NormSpec("rms", 4107, "float32", "float32", gate="float32", gate_first=True)),
-        ("backward", NormSpec("layer", 8200, "float32", "float32", "float32")),
         ("forward", NormSpec("layer", 16392, "float32", "float32", "float32", 1.0)),
-        ("forward", NormSpec("rms", 16385, "float32", "float32", residual="bfloat16")),
         ("forward", NormSpec("rms", 16385, "bfloat16", "float32", gate="float32", gate_first=True)),
     ),
 ]

@@ -104,10 +104,10 @@ def held() -> tuple[int, int, int, int]:
 
 @pytest.mark.any_torch
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
-@pytest.mark.parametrize("forms, calls", [(FEW, 600), *slow(([*CALLS], 3000))])
+@pytest.mark.parametrize("forms, calls", [(FEW, 400), *slow(([*CALLS], 1500))])
 @pytest.mark.parametrize("served", [*SERVED, pytest.param("cuda", marks=NEEDS_GPU)], indirect=True)
 def test_nothing_grows_with_the_number_of_calls(served, forms, calls):
-    every = [(k, *m, eps) for k in KINDS for m in made(forms, served) for eps in (1e-6, 1e-3)]
+    every = [(kind, *given, 1e-6) for kind in KINDS for given in made(forms, served)]
     draw = Random(0)
     for one in every * WARM:  # until then a call is remembered
         one_call(*one)
@@ -181,7 +181,6 @@ def test_a_report_of_patched_modules_keeps_no_model_alive():
 
 
 THREADS = 6
-NAMES = ("rms_norm", "add_layer_norm", "gated_rms_norm")
 
 
 def at_once(functions) -> list:
@@ -197,19 +196,18 @@ def at_once(functions) -> list:
     return [call.exception() or call.result() for call in calls]
 
 
-def trained(name, seed):
+def trained(seed):
     """A training step of random inputs of its own."""
-    form = FAMILY[name]
+    form = FAMILY["add_layer_norm"]
     torch.manual_seed(seed)
     tensors = {n: t + seed for n, t in tensors_of(form, 5, 64).items()}
     return step(form, tensors, incoming_of(tensors))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_threads_that_meet_a_spec_at_once(name, no_memory, told):
-    found = at_once([partial(trained, name, seed) for seed in range(THREADS)])
+def test_threads_that_meet_a_spec_at_once(no_memory, told):
+    found = at_once([partial(trained, seed) for seed in range(THREADS)])
     for seed, results in enumerate(found):
-        assert same(results, trained(name, seed))
+        assert same(results, trained(seed))
     assert len(messages(told)) == 1
 
 
@@ -226,11 +224,10 @@ class Normalized(Dataset):
         return y.detach(), grad
 
 
-@pytest.mark.parametrize("method", ["fork", *slow("spawn")])
-def test_workers_of_a_data_loader(method):
+def test_workers_of_a_data_loader():
     data = Normalized()
     expected = [data[i] for i in range(len(data))]  # what a forked worker remembers
-    loader = DataLoader(data, batch_size=2, num_workers=1, multiprocessing_context=method)
+    loader = DataLoader(data, batch_size=2, num_workers=1, multiprocessing_context="fork")
     ys, grads = (torch.cat(parts) for parts in zip(*loader, strict=True))
     assert torch.equal(ys, torch.stack([y for y, _ in expected]))
     assert torch.equal(grads, torch.stack([g for _, g in expected]))
