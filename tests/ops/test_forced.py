@@ -11,10 +11,10 @@ import tilenorm
 from tests.support.calls import random
 from tests.support.cases import target
 from tests.support.pretended import pretended_gpu
-from tests.support.uses import USES
+from tests.support.uses import of_kernels
 from tilenorm.launch import forced
 from tilenorm.launch.calls import every_gradient
-from tilenorm.launch.config import Backward, Hints, RopeBackward, RopeForward, RowForward
+from tilenorm.launch.config import Backward, Hints, RopeForward, RowForward
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.ops.passes import cutile
 from tilenorm.spec import NormSpec
@@ -62,9 +62,7 @@ def launches_of(call, seen: list) -> list:
 
 @pytest.mark.parametrize("name", OPS)
 def test_every_op_runs_with_the_configuration_and_then_with_its_own_again(name, in_python):
-    use = USES[name]
-    names = [n for n in use.parameters if n != "bias" or "layer" in name]
-    use = use._replace(parameters=tuple(names))
+    use = of_kernels(name)
     function, rows = use.bound(use.tensors((B, B), "cpu"))
     call = partial(function, *rows)
     with pretended_gpu(), torch.no_grad(), recorded() as seen:
@@ -74,27 +72,19 @@ def test_every_op_runs_with_the_configuration_and_then_with_its_own_again(name, 
         assert launches_of(call, seen) == before != inside
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "rms_norm_rope"])
-def test_a_backward_pass_has_the_configuration(name, in_python):
-    config = Backward((256,), hints=Hints(1))
-    if name in ROTATED_NORMS:
-        config = RopeBackward(rows=1, tiles=1, hints=Hints(1))
-    use = USES[name]
-    use = use._replace(parameters=tuple(n for n in use.parameters if n != "bias"))
-    tensors = use.tensors((B, B), "cpu")
+def test_a_backward_pass_has_the_configuration(in_python):
+    use = of_kernels("rms_norm")
+    function, rows = use.bound(use.tensors((B, B), "cpu"))
 
     def step():
-        function, rows = use.bound(tensors)
-        total = sum(t.float().sum() for t in function(*rows).values())
-        total.backward()
+        function(*rows)["output"].sum().backward()
 
     with pretended_gpu(), recorded() as seen:
         before = launches_of(step, seen)
-        with forced(config):
+        with forced(Backward((256,), hints=Hints(1))):
             inside = launches_of(step, seen)
-        after = launches_of(step, seen)
+        assert launches_of(step, seen) == before != inside
     assert inside[0] == before[0]  # the forward pass has no configuration of a backward pass
-    assert after == before != inside
 
 
 def test_the_inner_of_two_blocks_serves():

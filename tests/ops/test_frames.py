@@ -14,7 +14,7 @@ import torch
 import tilenorm
 from tests.support.pretended import pretended_gpu
 from tests.support.served import entered
-from tests.support.uses import USES
+from tests.support.uses import of_kernels
 from tilenorm.launch import driver
 from tilenorm.ops.passes import cutile
 from tilenorm.ops.pytorch.torch_private import fused_rms_norm
@@ -25,10 +25,8 @@ ONE = "add_rms_norm of one tensor"
 
 
 def called(name: str) -> Callable:
-    """A call of a public function without arguments. RMSNorms have no bias."""
-    use = USES[name.split()[0]]
-    if "rms" in name:
-        use = use._replace(parameters=tuple(n for n in use.parameters if n != "bias"))
+    """A call of a public function without arguments."""
+    use = of_kernels(name.split()[0])
     function, rows = use.bound(use.tensors((B, B), "cpu"))
     return partial(function, *(rows[:1] * len(rows) if name == ONE else rows))
 

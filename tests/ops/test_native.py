@@ -22,7 +22,7 @@ from tests.support.calls import made_by_inductor, random
 from tests.support.passes import Seen
 from tests.support.quantized import bits
 from tests.support.served import THREE, WARM, N, entered, is_served, layer, leaves, warmed
-from tests.support.uses import USES
+from tests.support.uses import USES, of_kernels
 from tilenorm.ops.passes import native
 from tilenorm.table import OPS
 
@@ -47,11 +47,9 @@ USED = [name for name, use in USES.items() if name in OPS or name in MODULES]
 @pytest.mark.parametrize("name", USED)
 def test_each_function_and_module(name, dtypes):
     """Bits, gradients and what is asked for, from the call on from which the extension serves."""
-    use = USES[name]
+    use = of_kernels(name)
     if dtypes[0] != dtypes[1] and not use.mixed:
         pytest.skip("takes one dtype")
-    if "rms" in name.lower() and name in OPS:
-        use = use._replace(parameters=tuple(n for n in use.parameters if n != "bias"))
     tensors = use.tensors(dtypes, "cpu")
     function, rows = use.bound(tensors)
     plain = [n for n in tensors if n not in ONE_BY_ONE]
@@ -154,9 +152,7 @@ def test_calls_of_other_dtypes_and_heads_are_other_calls():
 @pytest.mark.parametrize("name", [name for name in OPS if "quantized" not in name])
 def test_what_inductors_code_calls(name):
     """Of each op that a step calls, of its own and of its backward pass; also with other rows."""
-    use = USES[name]
-    if "rms" in name:
-        use = use._replace(parameters=tuple(n for n in use.parameters if n != "bias"))
+    use = of_kernels(name)
     tensors = use.tensors((B, B), "cpu")
     function, rows = use.bound(tensors)
     tensors.get("layer_scale", rows[0]).requires_grad_("layer_scale" not in tensors)

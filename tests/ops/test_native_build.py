@@ -100,33 +100,25 @@ def test_the_key(build_folder, tmp_path, monkeypatch):
     assert key() == first
 
 
-def test_the_cache_folder_of_another_working_folder(build_folder, tmp_path, monkeypatch):
-    """A path that is relative names the folder of the process that has asked first."""
-    monkeypatch.setenv("TILENORM_CACHE_DIR", "cache")
-    monkeypatch.chdir(tmp_path)
-    build.path.cache_clear()
-    assert build.path().parent == build_folder
-
-
 # ---------------------------------------------------------------------------------- builds that end
 
 
 def test_a_build(cxx, unchecked, build_folder):
+    """Nothing is at its path while the compiler writes. Its permissions are those of the umask."""
     said: list[str] = []
-    made = build.build(said.append)
+    cxx.does(f'echo half > "$output"; ls {build_folder} > {build_folder}/seen; {GOOD}')
+    before = os.umask(0o027)
+    try:
+        made = build.build(said.append)
+    finally:
+        os.umask(before)
     assert made == build.path() and made.read_text() == "extension\n"
+    assert made.stat().st_mode & 0o777 == 0o640
+    assert made.name not in (build_folder / "seen").read_text().split()
     assert "compiles" in said[0] and str(made) in said[-1]
-    assert sorted(p.suffix for p in build_folder.iterdir()) == [".lock", ".so"]
+    assert sorted(p.suffix for p in build_folder.iterdir()) == ["", ".lock", ".so"]
     build.build(said.append)
     assert cxx.runs == 1 and said[-1] == f"the extension is there: {made}"
-
-
-def test_the_file_is_whole_when_it_is_there(cxx, unchecked, build_folder):
-    """Nothing is at its path while the compiler writes."""
-    cxx.does(f'echo half > "$output"; ls {build_folder} > {build_folder}/seen; {GOOD}')
-    made = built()
-    assert made.name not in (build_folder / "seen").read_text().split()
-    assert made.read_text() == "extension\n"
 
 
 def test_two_builders(cxx, unchecked, build_folder):
@@ -164,14 +156,6 @@ def test_what_a_killed_build_has_left(cxx, unchecked, build_folder):
     build.path().with_suffix(".lock").touch()
     built()
     assert [each.exists() for each in remains] == [False, True]
-
-
-def test_permissions_are_those_of_the_umask(cxx, unchecked):
-    before = os.umask(0o027)
-    try:
-        assert built().stat().st_mode & 0o777 == 0o640
-    finally:
-        os.umask(before)
 
 
 # --------------------------------------------------------------------------------- builds that fail
@@ -264,7 +248,7 @@ def test_what_the_self_check_finds(name, cxx, tmp_path, monkeypatch):
     assert said == [], "it is not compiled again"
 
 
-def test_what_has_failed_is_tried_again_by_hand_alone(cxx, unchecked):
+def test_what_has_failed_is_tried_again_by_hand_or_by_another_compiler(cxx, unchecked):
     cxx.does(FAILS)
     reason = failing(aside=True)
     assert failing(aside=True) == reason and cxx.runs == 1
@@ -273,15 +257,8 @@ def test_what_has_failed_is_tried_again_by_hand_alone(cxx, unchecked):
     cxx.path.write_text(cxx.path.read_text().replace("exit 1", GOOD))
     os.utime(cxx.path, ns=(modified, modified))
     assert failing(aside=True) == reason, "as far as anybody can see it is the same compiler"
-    assert built().exists() and build.failure(build.path()) is None
-
-
-def test_another_compiler_is_tried(cxx, unchecked):
-    cxx.does(FAILS)
-    failing(aside=True)
     os.utime(cxx.path, ns=(0, 0))  # another version in the place of the compiler
     assert build.failure(build.path()) is None
-    cxx.does(GOOD)
     assert built(aside=True).exists()
 
 

@@ -137,13 +137,6 @@ def test_a_build_that_fails_while_the_process_runs(state, cxx, started):
     assert not state.waits and state.told() == "in Python: it does not compile: error: no"
 
 
-def test_what_is_built_is_loaded_at_once(state, cxx, started, loaded, build_folder):
-    build_folder.mkdir(parents=True)
-    build.path().touch()
-    state.want(0)
-    assert loaded and not state.waits and not started.seen
-
-
 def test_a_file_that_does_not_load(state, cxx, started, build_folder):
     build_folder.mkdir(parents=True)
     build.path().write_text("no library")

@@ -142,3 +142,11 @@ def _uses() -> dict[str, Use]:
 
 
 USES = _uses()
+
+
+def of_kernels(name: str) -> Use:
+    """A use that the kernels serve in one pass: RMSNorms have no bias."""
+    use = USES[name]
+    if name not in OPS or "rms" not in name:
+        return use
+    return use._replace(parameters=tuple(n for n in use.parameters if n != "bias"))
