@@ -49,7 +49,7 @@ def test_the_reference_serves_and_the_kernel_is_named(how, compiler, told, monke
     """By one warning, by `explain`, and by an exception where the kernels were asked for."""
     command, words = HOW[how]
     compiler.breaks(row_forward=command)
-    compiler.ends_after(0.2)
+    compiler.ends_after(0.2 if how == "hang" else 60)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="^rms_norm: backend 'cutile' .* but " + NAMED):
             norm(backend="cutile")
@@ -64,6 +64,7 @@ def test_the_reference_serves_and_the_kernel_is_named(how, compiler, told, monke
     assert found.chosen == "reference"
     assert found.refused["cutile"].startswith(f"{NAMED}{words}")
     compiler.breaks()
+    compiler.ends_after(60)
     tilenorm.layer_norm(random(5, N), (N,))  # the kernels serve another spec
     norm()  # the failed compilation is not tried again
     assert compiler.runs("row_forward") == 2 and len(messages(told)) == 1

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support import cases
-from tests.support.calls import FAMILY, NEEDS_GPU, assert_step, expected_of
+from tests.support.calls import FAMILY, NEEDS_GPU, assert_step, expected_of, slow
 from tests.support.executors import Interpreter, arguments_of
 from tests.support.on_gpu import made, target, train
 from tilenorm.__main__ import main
@@ -146,7 +146,7 @@ def pretended(tables, monkeypatch):
     return Pretended
 
 
-@pytest.mark.parametrize("direction, terms", [("forward", 1), ("backward", 2)])
+@pytest.mark.parametrize("direction, terms", [("forward", 1), *slow(("backward", 2))])
 def test_the_fastest_right_candidate_is_found(direction, terms, pretended):
     told = []
     search = Search(SPEC, H200, direction, terms)
