@@ -1,4 +1,4 @@
-"""How many of the package's Python functions a warm call runs.
+"""How many of the package's Python functions a warm call runs, and what it allocates.
 
 test_native.py tests that an extension in C++ leaves none of them.
 """
@@ -25,7 +25,7 @@ ONE = "add_rms_norm of one tensor"
 
 
 def called(name: str) -> Callable:
-    """A call of a public function without arguments."""
+    """A call of a public function without arguments, all of whose tensors require grad."""
     use = of_kernels(name.split()[0])
     function, rows = use.bound(use.tensors((B, B), "cpu"))
     return partial(function, *(rows[:1] * len(rows) if name == ONE else rows))
@@ -62,3 +62,31 @@ def test_frames_by_pytorchs_operators(name):
     with torch.no_grad():
         found = frames(called(name))
     assert len(found) <= 13, found
+
+
+# The outputs, mean and rstd, the gradients, and the partial sums over rows. A forward pass
+# without grad writes mean and rstd too where it would else compile to other bits.
+@pytest.mark.parametrize(
+    "name, forward, both",
+    [
+        ("rms_norm", 1, 5),
+        ("gated_rms_norm", 1, 6),
+        ("rms_norm_add_rms_norm", 2, 10),
+        ("modulated_rms_norm", 2, 11),
+        ("rms_norm_rope", 2, 7),
+    ],
+)
+def test_allocations_of_a_warm_call(name, forward, both, in_python, monkeypatch):
+    """Where grad is off, nothing is saved of tensors that require it."""
+    made, empty = [], cutile._empty_strided_cpu
+    monkeypatch.setattr(cutile, "_empty_strided_cpu", lambda *how: made.append(how) or empty(*how))
+    call = called(name)
+    with pretended_gpu():
+        for count, grad in ((forward, False), (both, True)):
+            for _ in range(4):
+                made.clear()
+                with torch.set_grad_enabled(grad):
+                    first, *_ = call().values()
+                if grad:
+                    first.backward(torch.ones_like(first))
+            assert len(made) == count, made
