@@ -56,6 +56,10 @@ def no_bits(*_):
     return SimpleNamespace(raw_repr=lambda: 0)
 
 
+def every_bit(*_):
+    return SimpleNamespace(raw_repr=lambda: (1 << 63) - 1)
+
+
 # Of each name, stand-ins that answer wrongly.
 WRONG = {
     "_C._dynamo.guards.TensorGuards": [as_guards(True), as_guards(False), without_sizes],
@@ -65,8 +69,8 @@ WRONG = {
         lambda x, shape, strides: x.detach(),
     ],
     "_C._len_torch_dispatch_stack": [lambda: 0, lambda: 1],
-    "_C._dispatch_keys": [no_bits],
-    "_C._dispatch_tls_local_include_set": [no_bits],
+    "_C._dispatch_keys": [no_bits, every_bit],
+    "_C._dispatch_tls_local_include_set": [no_bits, every_bit],
     "_C.DispatchKeySet": [no_bits],
     "_C.DispatchKey": [SimpleNamespace()],
     "_C._functorch.peek_interpreter_stack": [lambda: None],
