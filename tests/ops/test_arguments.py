@@ -13,6 +13,7 @@ import torch
 import tilenorm
 from tests.support.calls import TORCH
 from tests.support.pretended import WARM, pretended_gpu
+from tests.support.quantized import bits
 from tests.support.wrong_calls import Function, Wrong, of_functions, of_integrations, of_modules
 from tilenorm.launch import plan
 from tilenorm.ops import call as calls
@@ -80,11 +81,10 @@ def problems_of(function: Function, kinds: dict[str, type[Exception]]) -> str:
 def same(a: object, b: object) -> bool:
     a, b = (r if isinstance(r, tuple) else (r,) for r in (a, b))
     pairs = zip(a, b, strict=True)
-    return all(x == y if not isinstance(x, torch.Tensor) else equal(x, y) for x, y in pairs)
-
-
-def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    return all(
+        x == y if not isinstance(x, torch.Tensor) else torch.equal(bits(x), bits(y))
+        for x, y in pairs
+    )
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -25,7 +25,7 @@ from tests.support.executors import Executor
 from tests.support.guarded import guarded
 from tests.support.on_gpu import train
 from tests.support.pretended import pretended_gpu
-from tests.support.quantized import arguments
+from tests.support.quantized import arguments, bits
 from tilenorm.kernels import forward
 from tilenorm.launch.calls import Call, every_gradient
 from tilenorm.launch.plan import plan_backward, plan_forward
@@ -33,7 +33,6 @@ from tilenorm.launch.target import Target
 from tilenorm.spec import TENSORS, NormSpec
 from tilenorm.tools import precompile
 
-BITS = {2: torch.int16, 4: torch.int32}
 # Tensors with rows, and their gradients.
 ROWS = ("input", "residual", "gate", "addend", "skip", "dropout_mask")
 SUMS = ("weight", "bias", "layer_scale")  # their gradients are sums over the rows
@@ -93,13 +92,9 @@ class Subject:
                 if name in SUMS:
                     continue
                 expected = expected[index.to(expected.device)]
-            unequal = bits(t.reshape(expected.shape)) != bits(expected)
+            unequal = bits(t.detach()) != bits(expected.detach())
             if unequal.any():
-                yield f"{name}: {int(unequal.sum())} of {unequal.numel()} elements"
-
-
-def bits(t: Tensor) -> Tensor:
-    return t.detach().contiguous().view(BITS[t.element_size()])
+                yield f"{name}: {int(unequal.sum())} of {unequal.numel()} bytes"
 
 
 def again(subject: Subject) -> Iterator[str]:
@@ -165,7 +160,7 @@ def quantized(subject: Subject) -> Iterator[str]:
             call(function, subject.tensors, return_output=output) for output in (True, False)
         )
     yield from subject.differences({"output": with_y.output})
-    if not torch.equal(with_y.q.view(torch.uint8), codes.q.view(torch.uint8)):
+    if not torch.equal(bits(with_y.q), bits(codes.q)):
         yield f"{how.label}: other codes where y is returned"
 
 
