@@ -240,6 +240,7 @@ EXTRAS = {*re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.
 MODULES: dict[str, Callable[[str, list[str]], None]] = {
     "bench": parse,
     "pytest": lambda _, arguments: parse_pytest(arguments),
+    "tests.integrations.clients": has_no_arguments,
     "tests.integrations.families": parse,
     "tests.sanitize": has_no_arguments,
     "tilenorm": parse,

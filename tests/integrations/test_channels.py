@@ -7,9 +7,8 @@ from torch import nn
 from transformers.models.sam.modeling_sam import SamLayerNorm
 
 import tilenorm
+from tests.support.calls import random
 from tilenorm.ops import functional
-
-from ..ops.helpers import random
 
 N = 24
 

@@ -4,8 +4,6 @@
 """
 
 import time
-from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
@@ -14,69 +12,22 @@ from torch import nn
 
 import tilenorm
 
+from . import clients
+from .clients import CLIENTS
+
 pytestmark = [pytest.mark.slow, pytest.mark.any_torch]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def torchvision_operators():
-    """PyPI's torchvision is built for CUDA. Beside a PyTorch for CPUs it registers no operators.
-    timm imports it, and its import looks for these two.
-    """
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for operator in ("nms", "qnms") if find_spec("torchvision") and not torch.version.cuda else ():
-        if not hasattr(torch.ops.torchvision, operator):
-            library.define(f"{operator}(Tensor dets, Tensor scores, float threshold) -> Tensor")
-    yield
-    library._destroy()
-
-
 def package(name: str):
-    """A package, or skips the test."""
+    """A module of a package, or skips the test."""
     if find_spec(name.partition(".")[0]) is None:
         pytest.skip(f"{name} is not installed: it belongs to the extra `clients`")
-    return import_module(name)
+    return clients.imported(name)
 
 
-def vit(timm):
-    sizes = {"img_size": 32, "patch_size": 16, "embed_dim": 32, "depth": 2, "num_heads": 2}
-    return timm.models.VisionTransformer(**sizes), torch.randn(2, 3, 32, 32)
-
-
-def convnext(timm):
-    return timm.models.ConvNeXt(depths=(1, 1, 1, 1), dims=(16, 24, 32, 40)), torch.randn(
-        2, 3, 64, 64
-    )
-
-
-def clip(open_clip):
-    vision = {"image_size": 32, "patch_size": 16, "width": 64, "layers": 2, "head_width": 32}
-    text = {"context_length": 8, "vocab_size": 50, "width": 64, "heads": 2, "layers": 2}
-    model = open_clip.CLIP(32, vision, text)
-    tokens = torch.randint(1, 50, (2, 8))
-    return Features(model, tokens), torch.randn(2, 3, 32, 32)
-
-
-class Features(nn.Module):
-    def __init__(self, model, tokens):
-        super().__init__()
-        self.model, self.tokens = model, tokens
-
-    def forward(self, images):
-        return self.model.encode_image(images) @ self.model.encode_text(self.tokens).T
-
-
-def encoder(x_transformers, **options):
-    return x_transformers.Encoder(dim=32, depth=2, heads=2, **options), torch.randn(2, 5, 32)
-
-
-# Of each model: its package, how many modules are patched at least, and how many are left.
-MODELS = {
-    "timm's ViT": ("timm", vit, 5, 0),
-    "timm's ConvNeXt": ("timm", convnext, 9, 0),
-    "open_clip": ("open_clip", clip, 10, 0),
-    "x-transformers' LayerNorm": ("x_transformers", encoder, 5, 0),
-    "x-transformers' RMSNorm": ("x_transformers", partial(encoder, use_rmsnorm=True), 0, 5),
-}
+def client(name: str):
+    package(CLIENTS[name].module)
+    return CLIENTS[name]
 
 
 def step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
@@ -87,30 +38,30 @@ def step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return [y, *torch.autograd.grad(y, leaves, torch.randn_like(y), allow_unused=True)]
 
 
+@pytest.mark.parametrize("name", CLIENTS)
+def test_what_is_patched(name):
+    """And the page of clients says so."""
+    build = client(name)
+    norms, blocks, left = clients.patched(clients.built(build)[0])[1]
+    assert (norms, blocks, bool(left)) == (build.norms, build.blocks, bool(build.left)), left
+    assert all(build.left in entry.reason for entry in left)
+    cells = clients.row(name, build).partition(" | ")[2]
+    assert f" | {cells}" in clients.FILE.read_text()
+
+
 @pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("name", MODELS)
-def test_model_is_patched_and_computes_the_same(name, residual):
-    client, build, patched, left = MODELS[name]
-    module = package(client)
-    torch.manual_seed(0)
-    model, x = build(module)
-    model.eval()
-    expected, state = step(model, x), {k: v.clone() for k, v in model.state_dict().items()}
+@pytest.mark.parametrize("name", [n for n, c in CLIENTS.items() if c.package != "torchtitan"])
+def test_a_patched_model_computes_the_same(name, residual):
+    model, x = clients.built(client(name))
+    expected = step(model, x)
+    state = {k: v.clone() for k, v in model.state_dict().items()}
     report = tilenorm.patch(model, residual=residual)
-    names = {name or "the model": module for name, module in model.named_modules()}
-    norms = [
-        entry
-        for entry in report.left
-        if "norm" in entry.cls.__name__.lower() and not [*names[entry.name].children()]
-    ]
-    assert len(report.patched) >= patched and len(norms) == left, report
-    assert all("F.normalize" in entry.reason for entry in norms)
     for got, want in zip(step(model, x), expected, strict=True):
         assert (got is None) == (want is None)
         if got is not None:
             size = max(1.0, want.abs().max().item())
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * size)
-    assert model.state_dict().keys() == state.keys()
+    torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
     if report.patched:
         report.undo()
     for got, want in zip(step(model, x), expected, strict=True):
@@ -118,8 +69,7 @@ def test_model_is_patched_and_computes_the_same(name, residual):
 
 
 def test_x_transformers_compiled(dynamo):
-    module = package("x_transformers")
-    model, x = encoder(module, use_rmsnorm=True)
+    model, x = clients.built(client("Encoder(use_rmsnorm=True)"))
     expected = model(x)
     compiled = tilenorm.compile(model, backend="aot_eager", inexact=True)
     torch.testing.assert_close(compiled(x), expected, rtol=1e-4, atol=1e-5)
@@ -155,20 +105,10 @@ def test_lightning_trains_a_patched_model(tmp_path):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("family, per_layer", [("llama3", 2), ("qwen3", 4)])
-def test_torchtitan_is_patched_in_3_seconds(family, per_layer):
-    """The models of 8 billion parameters, on the meta device."""
-    module = package(f"torchtitan.models.{family}")
-    config = getattr(module, f"{family}_configs")["8B"](attn_backend="flex")
-    with torch.device("meta"):
-        model = config.build()
+@pytest.mark.parametrize("name", [n for n, c in CLIENTS.items() if c.package == "torchtitan"])
+def test_8_billion_parameters_are_patched_in_3_seconds(name):
+    model, _ = clients.built(client(name))
     tilenorm.patch(nn.LayerNorm(8))  # what is imported or compiled once counts for no model
     before = time.process_time()
-    report = tilenorm.patch(model, residual=True)
-    elapsed = time.process_time() - before
-    norms = sum(isinstance(child, nn.RMSNorm) for child in model.modules())
-    layers = len(model.layers)
-    assert norms == layers * per_layer + 1
-    assert sum(issubclass(entry.cls, nn.RMSNorm) for entry in report.patched) == norms
-    assert len(report.patched) == norms + layers, report  # and the blocks, for their sums
-    assert elapsed < 3, elapsed
+    tilenorm.patch(model, residual=True)
+    assert time.process_time() - before < 3
