@@ -218,6 +218,19 @@ def test_a_tensor_given_twice(device, checked):
     assert checked.count("add_rms_norm") == 2
 
 
+@pytest.mark.parametrize("name", ["input", "weight", "dy"])
+def test_a_tensor_that_lies_otherwise_is_launched_by_cutile(name, device, made):
+    """Of these, one that is not contiguous, and one that does not start on 16 bytes."""
+    tensors, dy = tensors_of(RMS, 3, N, device=device), random(3, N, device=device)
+    expected = [step(RMS, tensors, [dy]) for _ in range(3)][-1]
+    assert taken(made)[-2:] == ["repeated"] * 2
+    every = tensors | {"dy": dy}
+    for moved in (torch.stack([every[name]] * 2, -1)[..., 0], one_element_in(every[name])):
+        *_, dy = given = (every | {name: moved}).values()
+        assert same(step(RMS, dict(zip(tensors, given, strict=False)), [dy]), expected)
+        assert len(taken(made)) == (name == "dy")  # the forward pass alone
+
+
 def test_a_weight_of_another_shape_gets_its_gradient_in_that_shape(device, made):
     tensors = tensors_of(RMS, 3, 1, N, device=device)
     for shape in ((N,), (1, N)) * 3:
