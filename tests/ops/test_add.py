@@ -1,5 +1,5 @@
 """A norm, an addition and a norm as one call, which rounds where the two functions do. Of norms of
-sums: the gradient of a layer scale, dropped elements, and tensors given twice.
+sums: the gradient of a layer scale, and tensors given twice.
 test_drawn.py compares the bits of such sums with those of single operations.
 """
 
