@@ -16,10 +16,12 @@ from tests.support.calls import CALLS, FEW, LAYER, RMS, call, random, same, step
 from tests.support.passes import Seen, SeenFunctions, Subclass
 from tests.support.pretended import WARM
 from tests.support.served import is_served
+from tests.support.wrong_calls import right_of
 from tilenorm.ops import call as calls
 from tilenorm.ops.call import MOST_GUARDS, remembered
 from tilenorm.ops.passes import cutile, native
 from tilenorm.ops.pytorch import torch_private
+from tilenorm.table import MODULATED_NORMS
 
 N = 64
 
@@ -229,6 +231,18 @@ def test_a_tensor_that_lies_otherwise_is_launched_by_cutile(name, device, made):
         *_, dy = given = (every | {name: moved}).values()
         assert same(step(RMS, dict(zip(tensors, given, strict=False)), [dy]), expected)
         assert len(taken(made)) == (name == "dy")  # the forward pass alone
+
+
+@pytest.mark.parametrize("op", MODULATED_NORMS)
+def test_what_lies_by_group_is_read_wherever_it_lies(op, device):
+    """In place from a chunk, also in a call that is repeated, and copied from every second element."""
+    given = {n: t.to(device) if isinstance(t, torch.Tensor) else t for n, t in right_of(op).items()}
+    expected = getattr(tilenorm, op)(**given)
+    by_group = {name: given[name] for name in ("scale", "shift", "gate")}
+    chunks = {name: torch.cat([t, t], -1)[..., :8] for name, t in by_group.items()}
+    uneven = {name: t.repeat_interleave(2, -1)[..., ::2] for name, t in by_group.items()}
+    for changes in (chunks, chunks, chunks, uneven, chunks):
+        assert all(map(torch.equal, getattr(tilenorm, op)(**given | changes), expected))
 
 
 def test_a_weight_of_another_shape_gets_its_gradient_in_that_shape(device, made):
