@@ -174,6 +174,18 @@ def test_what_inductors_code_calls(name):
             assert entered(call)[0] in ("bound_forward", "bound_backward")
 
 
+def test_views_of_one_projection():
+    """Queries and keys are read in place, by their strides, which may be others in the next call."""
+    cos = torch.rand(6, 16)
+    for width in (3, 4, 3, 4):
+        packed = random(6, width * 2, 32, seed=width)
+        call = partial(tilenorm.rms_norm_rope, packed[:, :2], (32,), cos, cos, key=packed[:, 2:4])
+        results = [call() for _ in range(WARM)]
+        assert is_served(call)
+        for later in results[1:]:
+            assert all(map(torch.equal, results[0], later))
+
+
 def test_a_reentrant_checkpoint():
     """test_asked.py has the others."""
     expected, given = warmed(), leaves(*THREE)
