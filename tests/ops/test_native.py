@@ -175,7 +175,7 @@ def test_what_inductors_code_calls(name):
 
 
 def test_views_of_one_projection():
-    """Queries and keys are read in place, by their strides, which may be others in the next call."""
+    """Queries and keys are read in place, by strides that may be others in the next call."""
     cos = torch.rand(6, 16)
     for width in (3, 4, 3, 4):
         packed = random(6, width * 2, 32, seed=width)

@@ -236,7 +236,8 @@ def test_a_tensor_that_lies_otherwise_is_launched_by_cutile(name, device, made):
 @pytest.mark.parametrize("op", MODULATED_NORMS)
 def test_what_lies_by_group_is_read_wherever_it_lies(op, device):
     """In place from a chunk, also in repeated calls, and copied from every second element."""
-    given = {n: t.to(device) if isinstance(t, torch.Tensor) else t for n, t in right_of(op).items()}
+    right = right_of(op)
+    given = {n: t.to(device) if isinstance(t, torch.Tensor) else t for n, t in right.items()}
     expected = getattr(tilenorm, op)(**given)
     by_group = {name: given[name] for name in ("scale", "shift", "gate")}
     chunks = {name: torch.cat([t, t], -1)[..., :8] for name, t in by_group.items()}
