@@ -46,6 +46,9 @@ def pytest_configure(config: pytest.Config) -> None:
         if not extension.exists():
             raise pytest.UsageError("--native: first run `python -m tilenorm build`")
         native.state().use(build.load(extension))
+    elif not build.refused() and build.path().exists():
+        os.environ.setdefault(EXTENSION, str(build.path()))  # a build takes half a minute
+    build.path.cache_clear()
     # The interpreter's tiles are small. A second thread doubles the CPU time of the kernels' tests
     # from 116 s to 230 s, and takes minutes of waiting where other processes use the cores.
     torch.set_num_threads(1)
@@ -134,7 +137,7 @@ def tested_by(item: pytest.Item) -> set:
 
 @pytest.fixture(scope="session")
 def extension_file(tmp_path_factory) -> Path | None:
-    """The extension in C++: that of --native, or one that is built for these tests, once for all
+    """The extension in C++: one that is built where users have it, or for these tests, once for all
     processes of pytest-xdist. None where there is no compiler.
     """
     if EXTENSION in os.environ:

@@ -29,7 +29,7 @@ from tilenorm.table import MODULATION
 from tilenorm.tools.precompile import compiling
 
 # Examples of each executor, and the most elements of a row.
-QUICK, MORE = (24, 60), (50, 300)
+QUICK, MORE = (18, 60), (50, 300)
 # On a GPU: specs, the most rows of each, and the most elements of a row.
 SPECS, ROWS, WIDEST = 100, 400, 16384
 # Of modulated rows: groups, and rows of each. A group for all blocks, tiles of several rows that
@@ -131,7 +131,7 @@ def test_accuracy_of_rotated_heads(seed):
         assert_close(name, t, truths[name], truths[name].value.to(t.dtype))
 
 
-@seeds(5, 12)
+@seeds(3, 12)
 @pytest.mark.parametrize("draw_call", [modulated, rotated])
 def test_bits_depend_neither_on_padding_nor_on_blocks_nor_on_other_gradients(draw_call, seed):
     (spec, inputs, _), executor = draw_call(seed), executor_of(seed)

@@ -237,7 +237,7 @@ def allowed_of_rotated(case: Case, _: str) -> int:
 
 # What makes cases, how many are quick, how many there are, and what their kernels may spill.
 KINDS = (
-    (any_kind, 4, 24, lambda *_: 1 << 20),
+    (any_kind, 1, 24, lambda *_: 1 << 20),
     (end_of_a_regime, 1, 30, allowed_of_a_regime),
     (several_terms, 1, 12, allowed_of_terms),
     (sharing_blocks, 1, 10, lambda *_: BY_SHARING),
