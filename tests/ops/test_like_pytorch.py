@@ -174,6 +174,14 @@ def test_the_bits_of_pytorchs_function(device, dtype):
     assert_bits(call(RMS, tensors)[0], F.rms_norm(x, w.shape, w, EPS))
 
 
+@pytest.mark.parametrize("parameter", [BF16, F32], ids=name_of)
+def test_a_product_is_rounded_early_with_a_weight_of_the_inputs_dtype(parameter):
+    x, (w, b) = random(32, 64, dtype=BF16), random(2, 64, dtype=parameter, seed=1)
+    y = F.layer_norm(x.float(), (64,), eps=EPS).to(BF16) * w.to(F32)
+    y = (y.to(parameter).to(F32) + b.to(F32)).to(BF16)
+    assert torch.equal(tilenorm.layer_norm(x, (64,), w, b, EPS, rounding="early"), y)
+
+
 @EACH_FORM
 def test_in_float32_both_are_one(device, form):
     tensors = tensors_of(form, 7, 96, device=device)
