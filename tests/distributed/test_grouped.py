@@ -12,7 +12,7 @@ from tests.support.drawn import heads_of
 from ..ops import test_modulated as modulated
 from ..ops import test_rope as rotated
 from .placing import R, counted, placed
-from .world import EACH_MESH, NAMES, mesh, on_every_rank, slow_but_first
+from .world import NAMES, mesh, on_every_rank, slow_but_first
 
 BY_GROUP = ("scale", "shift", "gate")
 BATCH, TOKENS, HEADS = 0, 1, 2
@@ -41,14 +41,13 @@ def check(name, function, given, at, leaves, dys, rows) -> dict:
     return collectives
 
 
-@EACH_MESH
 @pytest.mark.parametrize("groups", [(), (5,), (5, 1), (5, 3), (5, 6)], ids=str)
 @on_every_rank
-def test_modulated_rows(name, groups):
+def test_modulated_rows(groups):
     """No collective where the groups are cut as the rows are, or where each rank has rows of every
     group. Where tokens are cut that groups divide, DTensor gathers the rows.
     """
-    given = modulated.made((5, 6), groups, 16)
+    given, name = modulated.made((5, 6), groups, 16), NAMES[-1]
     dys = [random(5, 6, 16, seed=30 + i) for i in range(2)]
     for rows in product((R, Shard(0), Shard(1)), repeat=mesh(name).ndim):
         cut = [p.dim if p.is_shard() else None for p in rows]
@@ -70,12 +69,11 @@ def rotated_tensors(with_positions: bool) -> dict:
     return given | {name: random(4, 6, 16, seed=20 + i) for i, name in enumerate(("cos", "sin"))}
 
 
-@EACH_MESH
 @pytest.mark.parametrize("with_positions", slow_but_first([False, True]))
 @on_every_rank
-def test_rotated_heads(name, with_positions):
+def test_rotated_heads(with_positions):
     """No collective, whatever is cut; the outputs have heads before tokens."""
-    given = rotated_tensors(with_positions)
+    given, name = rotated_tensors(with_positions), NAMES[-1]
     dys = [random(4, 4, 6, 16, seed=30 + i) for i in range(2)]
     for dims in product((None, BATCH, TOKENS, HEADS), repeat=mesh(name).ndim):
         if len(set(dims)) < len(dims) and dims != (None,) * len(dims):
