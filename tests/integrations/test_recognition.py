@@ -72,10 +72,9 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 
 @EACH_DEVICE
-@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("name", RECOGNISED)
 @pytest.mark.filterwarnings("ignore:Mismatch dtype", "ignore::tilenorm.ReferenceWarning")
-def test_is_recognised_and_keeps_values_and_dtype(name, autocast, device):
+def test_is_recognised_and_keeps_values_and_dtype(name, device):
     make, how = RECOGNISED[name]
     module = make()
     with torch.no_grad():
@@ -86,7 +85,7 @@ def test_is_recognised_and_keeps_values_and_dtype(name, autocast, device):
     assert [entry.how for entry in report.patched] == [how] and not report.left
     shape = (5, *next((p.shape for p in module.parameters()), (N,)))
     shape = (4, *shape)[-3:]
-    for dtype, parameter in product(DTYPES, DTYPES):
+    for dtype, parameter, autocast in product(DTYPES, DTYPES, (False, True)):
         module, patched = module.to(device, parameter), patched.to(device, parameter)
         tensors = [random(*shape, dtype=dtype, device=device, seed=seed) for seed in (5, 6)]
         tensors = tensors if "gated" in how else tensors[:1]
@@ -298,16 +297,24 @@ def global_hooks():
     assert not calls
 
 
+@contextmanager
+def several():
+    with (
+        torch.no_grad(),
+        torch.autocast("cpu", torch.bfloat16),
+        torch.device("meta"),
+        global_hooks(),
+    ):
+        yield
+
+
 CONTEXTS = {
-    "no_grad": torch.no_grad,
+    "no_grad, autocast, a default device and global hooks": several,
     "inference_mode": torch.inference_mode,
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "a default device": lambda: torch.device("meta"),
     "a profiler": cProfile.Profile,  # whose function cannot be set again once another one was set
     "anomaly mode": lambda: torch.autograd.set_detect_anomaly(True),
     "tracemalloc": traced_allocations,
     "a debugger": debugger,
-    "global hooks": global_hooks,
 }
 
 
