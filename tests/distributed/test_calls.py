@@ -31,18 +31,18 @@ from tests.support.calls import (
 from tilenorm.spec import Options
 
 from .placing import PARAMETERS, P, R, alike, case, counted, placed
-from .world import EACH_MESH, NAMES, device, mesh, on_every_rank, slow_but_first
+from .world import NAMES, device, mesh, on_every_rank, slow_but_first
 
 # Whole vectors: the CPU computes silu and sigmoid of what fills none by other code, to other bits.
 N = 32
-# (form, heads that have weights of their own, dimensions of a row)
+LAST = NAMES[-1]
+MESH_OF_ALL = NAMES[-2]  # in one dimension, where there are four ranks
+# (mesh, form, heads that have weights of their own, dimensions of a row)
 LAYOUTS = [
-    *(
-        pytest.param(form, 0, 1, id=n, marks=() if n in FEW else pytest.mark.slow)
-        for n, form in (FAMILY | JOINED).items()
-    ),
-    *slow_but_first([(form, heads, 1) for form in (LAYER, ADD, GATED) for heads in (5, 4)]),
-    *slow((GATED, 0, 2)),
+    *(pytest.param(LAST, (FAMILY | JOINED)[n], 0, 1, id=n) for n in FEW),
+    (LAST, LAYER, 5, 1),
+    *slow((MESH_OF_ALL, ADD, 5, 1), (LAST, GATED, 4, 1), (LAST, GATED, 0, 2)),
+    *slow(*((MESH_OF_ALL, f, 0, 1) for n, f in (FAMILY | JOINED).items() if n not in FEW[1:])),
 ]
 ONE = NAMES[0]
 ADDS = ("add_rms_norm", "add_layer_norm")
@@ -67,8 +67,7 @@ def all_reduces(number: int, name: str) -> dict:
     return {"all_reduce": number} if number and mesh(name).size() > 1 else {}
 
 
-@EACH_MESH
-@pytest.mark.parametrize("form, heads, dims", LAYOUTS)
+@pytest.mark.parametrize("name, form, heads, dims", LAYOUTS)
 @on_every_rank
 def test_rows_alike(name, form, heads, dims):
     """No collective, and the same bits, where rows are cut in a leading dimension, or by heads, of

@@ -102,7 +102,7 @@ def test_sequence_parallel_plans(name, kind):
 @pytest.mark.parametrize(
     "name, first, backend",
     [
-        (ONE, nn.RMSNorm, "aot_eager"),
+        *slow((ONE, nn.RMSNorm, "aot_eager")),
         pytest.param(NAMES_FLAT[-1], HuggingFaceNorm, "inductor", marks=INDUCTOR),
     ],
 )

@@ -75,7 +75,7 @@ def results(spec: NormSpec, inputs: Inputs, name: str, needs=None, strided: bool
 def test_drawn_rows(op):
     """Within the budget, of any width: a rank may have no columns."""
     rng = Random(op)
-    for seed, dtype in product(range(4), cases.DTYPES):
+    for seed, dtype in product(range(2), cases.DTYPES):
         # Operations of their own join, mask and scale: test_calls.py has these.
         spec = drawing.spec(rng, op, dtype, drawing.hidden(rng, 1500))
         apart = ("addend", "skip", *(port.role for port in BRANCH_PORTS))
@@ -122,9 +122,8 @@ def test_a_row_has_the_same_bits_anywhere(spec):
 @pytest.mark.parametrize(
     "form, backend",
     [
-        (ADD, "aot_eager"),
         pytest.param(GATED_LAYER, "aot_eager", marks=pytest.mark.slow),
-        pytest.param(GATED_LAYER, "inductor", marks=INDUCTOR),
+        pytest.param(ADD, "inductor", marks=INDUCTOR),
     ],
 )
 @on_every_rank

@@ -44,6 +44,7 @@ def test_drawn_spellings_are_one_op(examples):
         assert_no_less_accurate(*pairs, exactly, name)
 
 
+@pytest.mark.slow
 def test_compile_takes_rotations_where_it_is_asked_to(stepwise, dynamo):
     """Without that, it leaves norms of heads to Inductor, and tells so."""
     name = "qwen3"

@@ -59,7 +59,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("examples", [60, pytest.param(90, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [45, pytest.param(90, marks=pytest.mark.slow)])
 def test_bits_are_kept_for_drawn_casts(examples, dynamo):
     """What a drawn expression does to x̂, a stage after the other, with a cast after some.
 

@@ -187,7 +187,8 @@ def test_norms_with_functions_are_tried_once(monkeypatch):
     tried, recognise = [], models.recognise
     monkeypatch.setattr(models, "recognise", lambda m: tried.append(m) or recognise(m))
     modules = [norm(init={"weight": closure(i // 8)}) for i in range(16)]
-    assert len(tilenorm.patch(nn.ModuleList(modules)).patched) == 16 and len(tried) == 2
+    modules += [nn.RMSNorm(n) for n in (N, 8, N, 8)]
+    assert len(tilenorm.patch(nn.ModuleList(modules)).patched) == 20 and len(tried) == 4
 
 
 def test_norms_whose_forwards_were_replaced_are_tried_once(monkeypatch):

@@ -1,7 +1,6 @@
 """tilenorm.patch: what a patched module keeps, undo, the report, and errors."""
 
 import inspect
-from functools import partial
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from torch.func import functional_call
 
 import tilenorm
 from tests.support.calls import random
-from tilenorm.integrations.patch import models
 
 from . import norms
 from .drawn_norms import gated_norm
@@ -124,21 +122,8 @@ def test_report_as_text():
         "  BatchNorm1d is not patched (it has other tensors than parameters:"
         " running_mean, running_var, num_batches_tracked): b and c",
     ]
-
-
-def test_report_of_a_model_without_norms():
     report = tilenorm.patch(nn.Linear(N, N), residual=True)
     assert str(report) == "no norm was found" and not report.patched
-
-
-def test_norms_that_are_alike_are_tried_once(monkeypatch):
-    tried, recognise = [], models.recognise
-    monkeypatch.setattr(
-        models, "recognise", lambda module: tried.append(module) or recognise(module)
-    )
-    kinds = [norms.Custom, partial(nn.LayerNorm, N), partial(nn.RMSNorm, N), partial(nn.RMSNorm, 8)]
-    report = tilenorm.patch(nn.ModuleList(make() for make in kinds * 3))
-    assert len(report.patched) == 12 and len(tried) == 4
 
 
 def test_exported():

@@ -54,7 +54,8 @@ def test_more_in_the_pass_of_a_norm(name, passes):
 
 
 @EACH_DEVICE
-@pytest.mark.parametrize("name", ["qwen3", *slow("bert")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3", "bert"])
 def test_compiled(name, device, dynamo):
     dtype, backend = (BF16, "inductor") if device == "cuda" else (F32, "aot_eager")
     check(name, device, dtype, partial(torch.compile, fullgraph=True, backend=backend))
