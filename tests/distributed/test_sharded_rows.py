@@ -133,7 +133,8 @@ def test_compiled_functions(form, backend):
     """
     torch._dynamo.reset()
     run, rows = torch.compile(call, backend=backend, fullgraph=True), [Shard(2)]
-    for count in (4, 7):  # sizes that change become symbols
+    # Sizes that change become symbols. Inductor compiles them long.
+    for count in (4,) if backend == "inductor" else (4, 7):
         given = case(form, count, 6, 32)
         tensors = given.placed(ONE, alike(given, rows, [Shard(0)]))
         incoming = [placed(dy, ONE, rows) for dy in incoming_of(given.tensors)]
