@@ -154,7 +154,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize(
-    "step, op", zip(STEPS, ("rms_norm", "add_layer_norm", "gated_rms_norm"), strict=True)
+    "step, op", [*zip(STEPS, ("rms_norm", "add_layer_norm", "gated_rms_norm"), strict=True)]
 )
 def test_what_precompile_compiles(op, step, cache, monkeypatch, capsys):
     prepared = []

@@ -17,7 +17,7 @@ SPELLINGS = {
     "clamp": (1e-8, lambda x, w: x / (x.norm(dim=-1, keepdim=True) / ROOT).clamp(min=1e-8) * w),
     "clamp_min": (1e-6, lambda x, w: x / torch.norm(x, 2, -1, True).clamp_min(1e-6) * ROOT * w),
 }
-EACH = pytest.mark.parametrize("tracer, name", zip([*TRACERS] * 2, SPELLINGS, strict=False))
+EACH = pytest.mark.parametrize("tracer, name", [*zip([*TRACERS] * 2, SPELLINGS, strict=False)])
 
 
 def rows(clamp: float) -> torch.Tensor:
