@@ -174,7 +174,7 @@ def emptied_by_deepspeed():
 
 
 OTHER_TENSORS = "it has other tensors than parameters: "
-FOR_GPUS = "^its forward runs on GPUs alone, and patch tries it on the CPU$"
+FOR_GPUS = "^its forward does not run on the CPU, and patch has found no GPU that runs it$"
 CPU_BACKEND = "Could not run '_C::rms_norm' with arguments from the 'CPU' backend"
 WITHOUT_EPS = r"^it is a norm without an eps .* tilenorm.compile\(inexact=True\) replaces that$"
 NOT_RECOGNISED = {

@@ -88,7 +88,7 @@ class Kernels:
         @cache
         def runner(norm, hidden, dtype, weight, bias, index):
             name = name_of(dtype)
-            weight, bias = (name if there else None for there in (weight, bias))
+            weight, bias = (name if is_asked else None for is_asked in (weight, bias))
             return runner_of(NormSpec(norm, hidden, name, weight, bias), index)
 
         self._runner = runner
@@ -104,8 +104,8 @@ class Kernels:
         return self._backward("layer", dy, x, shape, mean, rstd, weight, bias, mask)
 
     def _fused_rms_norm_backward(self, dy, x, shape, rstd, weight, mask):
-        found = self._backward("rms", dy, x, shape, None, rstd, weight, None, (*mask, False))
-        return found and found[:2]
+        gradients = self._backward("rms", dy, x, shape, None, rstd, weight, None, (*mask, False))
+        return gradients and gradients[:2]
 
     def _forward(self, norm, x, shape, weight, bias, eps) -> tuple[Tensor, ...] | None:
         runner = self._serving(norm, x, shape, weight, bias)
@@ -230,8 +230,8 @@ def _register(key: str, kernels: Kernels) -> Library:
 
 def _first(ours: Callable, former) -> Callable:
     def kernel(keyset, *arguments):
-        found = ours(*arguments)
-        return former.call_boxed(keyset, *arguments) if found is None else found
+        results = ours(*arguments)
+        return former.call_boxed(keyset, *arguments) if results is None else results
 
     return kernel
 

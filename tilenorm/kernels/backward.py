@@ -165,10 +165,10 @@ def copied(norm, cut, how):
 
 def zeros(cut):
     """A float32 tile of zeros for each segment."""
-    found = ()
+    tiles = ()
     for width in ct.static_iter(cut.WIDTHS):
-        found += (ct.zeros((cut.ROWS, width), dtype=ct.float32),)
-    return found
+        tiles += (ct.zeros((cut.ROWS, width), dtype=ct.float32),)
+    return tiles
 
 
 def add_up(this, row, weights, number, dws, dbs):

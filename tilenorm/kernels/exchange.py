@@ -81,16 +81,16 @@ class Slots:
 
         EMPTY is a NaN, so a NaN sum means: poll again.
         """
-        found = self.poll()
-        totals = self.added(found)
+        slots = self.poll()
+        totals = self.added(slots)
         polls = 0
         while is_nan(totals) & (polls < SUM_POLLS):
-            found = self.poll()
-            totals = self.added(found)
+            slots = self.poll()
+            totals = self.added(slots)
             polls = polls + 1
         if is_nan(totals):
-            found = self.settled(found, numbers_of)
-            totals = self.added(found)
+            slots = self.settled(slots, numbers_of)
+            totals = self.added(slots)
         return totals
 
     def collect_peak(self, chunk, mine, numbers_of):
@@ -114,28 +114,28 @@ class Slots:
             memory_order=ct.MemoryOrder.RELAXED,
         )
 
-    def settled(self, found, numbers_of):
+    def settled(self, slots, numbers_of):
         """The slots with a number in each, from what a poll has found in them."""
         j = ct.arange(self.PARTS * self.PADDED_CHUNKS, dtype=ct.int32)
         polls = 0
-        while any_empty(found) & (polls < self.POLLS):
-            found = self.poll()
+        while any_empty(slots) & (polls < self.POLLS):
+            slots = self.poll()
             polls = polls + 1
-        if any_empty(found):
+        if any_empty(slots):
             # A for loop takes the compiler five seconds more: it tries to unroll it.
             chunk = 0
             while chunk < self.CHUNKS:
-                own = numbers_of(chunk)
-                for part, number in ct.static_iter(enumerate(own)):
+                numbers = numbers_of(chunk)
+                for part, number in ct.static_iter(enumerate(numbers)):
                     mine = j == chunk * self.PARTS + part
-                    found = ct.where(mine, ct.bitcast(number, ct.int32), found)
+                    slots = ct.where(mine, ct.bitcast(number, ct.int32), slots)
                 chunk = chunk + 1
-        return found
+        return slots
 
-    def added(self, found):
+    def added(self, slots):
         """The sum of each part over the chunks."""
         j = ct.arange(self.PARTS * self.PADDED_CHUNKS, dtype=ct.int32)
-        numbers = ct.where(j < self.PARTS * self.CHUNKS, ct.bitcast(found, ct.float32), 0.0)
+        numbers = ct.where(j < self.PARTS * self.CHUNKS, ct.bitcast(slots, ct.float32), 0.0)
         if self.PARTS == 1:
             return (ct.sum(numbers),)
         first = ct.where(j % 2 == 0, numbers, 0.0)
@@ -168,11 +168,11 @@ class Slots:
 
 
 def is_nan(numbers):
-    found = False
+    has_nan = False
     for number in ct.static_iter(numbers):
-        found = found | (number != number)
-    return found
+        has_nan = has_nan | (number != number)
+    return has_nan
 
 
-def any_empty(found):
-    return ct.sum(ct.where(found == EMPTY, 1, 0)) > 0
+def any_empty(slots):
+    return ct.sum(ct.where(slots == EMPTY, 1, 0)) > 0

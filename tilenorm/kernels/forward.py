@@ -122,8 +122,8 @@ class Pass:
     def normalize(self, tile, tiles, kept):
         """All stages, for a tile of whole rows. kept: see write_outputs."""
         row = self.prologue(tile, tiles)
-        found = self.statistics(tile, row, self.cut.N)
-        self.epilogue(tile, row, found, kept, None)
+        moments = self.statistics(tile, row, self.cut.N)
+        self.epilogue(tile, row, moments, kept, None)
 
     def prologue(self, tile, tiles):
         """The rows to normalise, from the tiles of the inputs. Their sum is written, if any."""
@@ -147,8 +147,8 @@ class Pass:
         )
         inner = Pass(arrays, Norm(*self.norm.INNER), cut, how, self.rows, self.eps, self.order)
         row = row_of(inner, tile, (tiles[0], no, no, no, tiles[1], no))
-        found = inner.statistics(tile, row, cut.N)
-        rows = normalized(inner, row, found, ct.rsqrt(found.variance + self.eps))
+        moments = inner.statistics(tile, row, cut.N)
+        rows = normalized(inner, row, moments, ct.rsqrt(moments.variance + self.eps))
         xs = outputs_of(inner, tile, rows)
         write_statistics(inner, tile, rows)
         return Row(xs, (), (), self.norm, how.PACKED, ())
@@ -157,12 +157,12 @@ class Pass:
         """The moments of the `count` elements of each row that the tile has."""
         return moments(self, tile, row, count, is_exact(self.a))
 
-    def epilogue(self, tile, row, found, kept, shared):
+    def epilogue(self, tile, row, moments, kept, shared):
         """Normalise the rows by the moments of whole rows, and write what is asked for.
 
         kept, shared: see write_outputs.
         """
-        rows = normalized(self, row, found, ct.rsqrt(found.variance + self.eps))
+        rows = normalized(self, row, moments, ct.rsqrt(moments.variance + self.eps))
         write_outputs(self, tile, rows, kept, shared)
         write_statistics(self, tile, rows)
 
@@ -179,7 +179,7 @@ def write_statistics(this, tile, rows):
         mask = once(tile)
         write_number(this.a.RSTD, tile, rows.rstd, mask)
         if this.norm.LAYER:
-            write_number(this.a.MEAN, tile, rows.found.mean + rows.found.correction, mask)
+            write_number(this.a.MEAN, tile, rows.moments.mean + rows.moments.correction, mask)
 
 
 @dataclass(frozen=True)
@@ -197,16 +197,16 @@ class SharedRow:
 
     def other(self, chunk):
         """(tile, row, count) of another chunk, whose block has not published its numbers."""
-        there = self.this.tile(self.tile.place[0].item(), chunk)
-        tiles, count = self.this.gather(there), self.this.cut.count(chunk)
-        return there, self.this.row(there, tiles), count
+        its_tile = self.this.tile(self.tile.place[0].item(), chunk)
+        tiles, count = self.this.gather(its_tile), self.this.cut.count(chunk)
+        return its_tile, self.this.row(its_tile, tiles), count
 
     def numbers(self, tile, row, count):
         """What a chunk publishes: Σ (x − mean)², after the mean if there is one."""
-        found = self.this.statistics(tile, row, count)
+        moments = self.this.statistics(tile, row, count)
         if self.this.norm.LAYER:
-            return (found.mean + found.correction).item(), found.variance.item() * count
-        return (found.variance.item() * count,)
+            return (moments.mean + moments.correction).item(), moments.variance.item() * count
+        return (moments.variance.item() * count,)
 
     def statistics(self, row):
         """The moments of the whole row, given the columns of this block's chunk."""
@@ -231,8 +231,8 @@ class SharedRow:
         """The largest of a number of each chunk. number_of: makes it of a tile and its columns."""
 
         def missing(other):
-            there, row, _ = self.other(other)
-            return (number_of(there, row).item(),)
+            its_tile, row, _ = self.other(other)
+            return (number_of(its_tile, row).item(),)
 
         slots = self.slots(1, (2 if self.this.norm.LAYER else 1) * self.this.cut.CHUNKS)
         return slots.collect_peak(self.tile.chunk, mine, missing)

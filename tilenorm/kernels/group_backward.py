@@ -61,13 +61,13 @@ def group_backward(
             pairs, dots, a_sums, b_sums = add_up(this, row, factors, i, a_sums, b_sums)
             if this.THROUGH:
                 c_sums = write_gradients(this, i, row, pairs, dots, gates, inputs, c_sums)
-        found = of_one_row(a_sums), of_one_row(b_sums), of_one_row(c_sums)
+        totals = of_one_row(a_sums), of_one_row(b_sums), of_one_row(c_sums)
         if sums.WHOLE:
-            write_group(this, group, found)
+            write_group(this, group, totals)
         else:
-            write_slots(this, group, found)
-        dws = plus_weighted(this, group, dws, found[0])
-        dbs = plus_weighted(this, group, dbs, found[1])
+            write_slots(this, group, totals)
+        dws = plus_weighted(this, group, dws, totals[0])
+        dbs = plus_weighted(this, group, dbs, totals[1])
     if sums.DW:
         write_row(this, this.a.PARTIALS, this.b, dws)
     if sums.DB:
@@ -117,31 +117,31 @@ class GroupPass:
         return tiles, gather_numbers((a.RSTD, a.MEAN), tile), inputs
 
     def factors(self, group):
-        found = ()
+        products = ()
         scales = self.scales(group)  # static_iter takes no call of a tile function
         for j, factor in ct.static_iter(enumerate(scales)):
-            found += (factor * self.weight(j) if given(self.a.W) else factor,)
-        return Factors(found)
+            products += (factor * self.weight(j) if given(self.a.W) else factor,)
+        return Factors(products)
 
     def scales(self, group):
         """1 + scale of a group, by segments."""
-        found = ()
+        factors = ()
         scales = self.of_group(self.a.MOD_SCALE, group)
         for scale in ct.static_iter(scales):
-            found += (1.0 + scale,)
-        return found
+            factors += (1.0 + scale,)
+        return factors
 
     def gates(self, group):
         return self.of_group(self.a.MOD_GATE, group) if given(self.a.MOD_GATE) else ()
 
     def of_group(self, P, group):
         """The row of a group, by segments, in float32."""
-        found = ()
+        tiles = ()
         for segment in ct.static_iter(self.home.segments):
             index = (group, segment.cols())
             tile = ct.gather(P, index, mask=segment.mask, check_bounds=False)
-            found += (tile.astype(ct.float32),)
-        return found
+            tiles += (tile.astype(ct.float32),)
+        return tiles
 
     def weight(self, j):
         """w + offset of segment j."""
@@ -188,56 +188,56 @@ def block_of(i, blocks, total):
 
 def write_gradients(this, i, row, pairs, dots, gates, inputs, c_sums):
     """Write dx and dresidual. Returns the sums of ds · x so far."""
-    tile, found = this.tile(i), ()
+    tile, sums = this.tile(i), ()
     for j, saved in ct.static_iter(enumerate(row)):
         at = tile.at(j)
         x_hat, g = pairs[j]
         ds = dots.through_norm(x_hat, g, saved.rstd, this.cut.N, this.norm.LAYER)
         ds = input_gradient(this, at, saved, ds)
         if len(c_sums) > 0:
-            found += (c_sums[j] + ds * inputs[j].astype(ct.float32),)
+            sums += (c_sums[j] + ds * inputs[j].astype(ct.float32),)
         write_dx(this, at, ds * gates[j] if len(gates) > 0 else ds, ds)
-    return found
+    return sums
 
 
 def zeros_of_row(cut):
-    found = ()
+    tiles = ()
     for width in ct.static_iter(cut.WIDTHS):
-        found += (ct.zeros((1, width), dtype=ct.float32),)
-    return found
+        tiles += (ct.zeros((1, width), dtype=ct.float32),)
+    return tiles
 
 
 def of_one_row(tiles):
     """The sums over the rows of tiles."""
-    found = ()
+    rows = ()
     for tile in ct.static_iter(tiles):
-        found += (ct.sum(tile, axis=0, keepdims=True) if tile.shape[0] > 1 else tile,)
-    return found
+        rows += (ct.sum(tile, axis=0, keepdims=True) if tile.shape[0] > 1 else tile,)
+    return rows
 
 
 def plus_weighted(this, group, totals, sums):
     """The totals of (1 + scale) · sum over the groups, and this group added; () of no totals."""
-    found = ()
+    updated = ()
     if len(totals) > 0:
         scales = this.scales(group)
         for j, total in ct.static_iter(enumerate(totals)):
-            found += (total + scales[j] * sums[j],)
-    return found
+            updated += (total + scales[j] * sums[j],)
+    return updated
 
 
-def write_slots(this, group, found):
+def write_slots(this, group, sums):
     """Write A, B and C, as far as they are needed, to the block's slot of the group."""
     slots, slot = this.blocks + this.a.MOD_SCALE.shape[0] - 1, this.b + group
-    for tiles in ct.static_iter(found):
+    for tiles in ct.static_iter(sums):
         if len(tiles) > 0:
             write_row(this, this.a.GROUP_SUMS, slot, tiles)
             slot = slot + slots
 
 
-def write_group(this, group, found):
+def write_group(this, group, sums):
     """Write the gradients by group, from A, B and C of the whole group."""
     a = this.a
-    a_sums, b_sums, c_sums = found
+    a_sums, b_sums, c_sums = sums
     if given(a.DSCALE):
         scales = ()
         for j, total in ct.static_iter(enumerate(a_sums)):
@@ -299,17 +299,17 @@ def group_sum(
                 slot = slot + blocks + groups - 1
             added += (total,)
         totals = added
-    found = ()
+    merged = ()
     for total in ct.static_iter(totals):
-        found += (ct.sum(total, axis=0, keepdims=True) if given(total) else (),)
+        merged += (ct.sum(total, axis=0, keepdims=True) if given(total) else (),)
     if given(a.DSCALE):
-        dscale = found[0]
+        dscale = merged[0]
         if given(a.W):
             dscale = dscale * with_offset(ct.gather(a.W, (cols,)), norm.OFFSET)
         if given(a.B):
-            dscale = dscale + found[1] * ct.gather(a.B, (cols,)).astype(ct.float32)
+            dscale = dscale + merged[1] * ct.gather(a.B, (cols,)).astype(ct.float32)
         ct.scatter(a.DSCALE, (group, cols), dscale.astype(a.DSCALE.dtype))
     if given(a.DSHIFT):
-        ct.scatter(a.DSHIFT, (group, cols), found[1].astype(a.DSHIFT.dtype))
+        ct.scatter(a.DSHIFT, (group, cols), merged[1].astype(a.DSHIFT.dtype))
     if given(a.DMOD_GATE):
-        ct.scatter(a.DMOD_GATE, (group, cols), found[2].astype(a.DMOD_GATE.dtype))
+        ct.scatter(a.DMOD_GATE, (group, cols), merged[2].astype(a.DMOD_GATE.dtype))

@@ -29,13 +29,13 @@ class Row:
 
     def values(self):
         """The segments that are normalised, in float32."""
-        found = ()
+        tiles = ()
         for j, x in ct.static_iter(enumerate(self.x)):
             x = x.astype(ct.float32)
             if self.norm.GATE_FIRST:
                 x = x * activated(self.gate[j].astype(ct.float32), self.norm)
-            found += (x,)
-        return found
+            tiles += (x,)
+        return tiles
 
     def rematerialized(self, number):
         """What values() returns. If PACKED, it is converted anew, after `number` is known."""
@@ -81,14 +81,14 @@ def branch(this, tile, xs, masks):
     That is x · mask · scale, rounded to x's dtype, and this times the layer scale, rounded again.
     """
     zero = opaque_zero(tile.place[0])
-    found = ()
+    tiles = ()
     for j, x in ct.static_iter(enumerate(xs)):
         if given(masks):
             x = dropped(x, masks[j], this.norm, zero)
         if given(this.a.LAYER_SCALE):
             x = times(x, layer_scale_of(this.a, tile, j), zero)
-        found += (x,)
-    return found
+        tiles += (x,)
+    return tiles
 
 
 def branch_gradient(this, tile, j, saved, dx):
@@ -170,12 +170,12 @@ def saved_of(tiles, numbers):
     numbers: a tuple of numbers for each row. The first is rstd, and the last is the mean.
     """
     dys = sum_of_terms(tiles[1:-3])
-    found = ()
+    segments = ()
     for j, x in ct.static_iter(enumerate(tiles[0])):
         gate, mask = segment_of(tiles[-3], j), segment_of(tiles[-2], j)
         dsum = segment_of(tiles[-1], j)
-        found += (Saved(x, dys[j], gate, mask, dsum, numbers[0], numbers[-1]),)
-    return found
+        segments += (Saved(x, dys[j], gate, mask, dsum, numbers[0], numbers[-1]),)
+    return segments
 
 
 def segment_of(tiles, j):

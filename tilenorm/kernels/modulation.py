@@ -18,22 +18,22 @@ def gather_groups(P, tile, rows):
     Row i belongs to group i // (rows // groups).
     """
     group = tile.place[0] // (rows // P.shape[0])
-    found = ()
+    tiles = ()
     for segment in ct.static_iter(tile.segments):
         index, mask = (group, segment.cols()), both(tile.in_rows, segment.mask)
-        found += (ct.gather(P, index, mask=mask, check_bounds=False),)
-    return found
+        tiles += (ct.gather(P, index, mask=mask, check_bounds=False),)
+    return tiles
 
 
 def modulation_of(a, tile, rows):
     """(scale, shift) of each segment of a tile. An absent shift is (). Without a scale it is ()."""
-    found = ()
+    pairs = ()
     if given(a.MOD_SCALE):
         scales = gather_groups(a.MOD_SCALE, tile, rows)
         shifts = gather_groups(a.MOD_SHIFT, tile, rows) if given(a.MOD_SHIFT) else ()
         for j, scale in ct.static_iter(enumerate(scales)):
-            found += ((scale, shifts[j] if len(shifts) > 0 else ()),)
-    return found
+            pairs += ((scale, shifts[j] if len(shifts) > 0 else ()),)
+    return pairs
 
 
 def modulated(y, modulation):

@@ -77,18 +77,18 @@ def read_together(this, tile, first):
     each segment.
     """
     a, number = this.a, this.eps
-    found = ()
+    parameters = ()
     for j in ct.static_iter(range(first, min(first + this.how.TOGETHER, len(tile.segments)))):
-        found += (read_parameters(a, tile, j),)
-    w, b = found[0]
-    for other_w, other_b in ct.static_iter(found[1:]):
+        parameters += (read_parameters(a, tile, j),)
+    w, b = parameters[0]
+    for other_w, other_b in ct.static_iter(parameters[1:]):
         if given(a.W):
             w = depend_on(w, other_w, number)
         if given(a.B) and given(a.W):
             w = depend_on(w, other_b, number)
         elif given(a.B):
             b = depend_on(b, other_b, number)
-    return ((w, b),) + found[1:]
+    return ((w, b),) + parameters[1:]
 
 
 @dataclass(frozen=True)
@@ -96,16 +96,16 @@ class Normalized:
     """Normalised rows: x̂ = centered · rstd."""
 
     row: Any  # what was read
-    found: Any  # its Moments
+    moments: Any
     rstd: Any
     centered: Any  # the segments of x − mean
 
 
-def normalized(this, row, found, rstd):
+def normalized(this, row, moments, rstd):
     """The rows, normalised by these moments."""
-    kept = len(found.centered) > 0
-    centered = found.centered if kept else recentered(row, found, rstd, this.norm.LAYER)
-    return Normalized(row, found, rstd, centered)
+    kept = len(moments.centered) > 0
+    centered = moments.centered if kept else recentered(row, moments, rstd, this.norm.LAYER)
+    return Normalized(row, moments, rstd, centered)
 
 
 def output_of(this, j, rows, parameters):
@@ -161,10 +161,10 @@ def write_outputs(this, tile, rows, kept, shared):
 def whole_peak(this, tile, rows, ys, shared):
     """The largest magnitude of y in a row that blocks share and that has one scale; else None."""
 
-    def missing(there, row):
+    def missing(its_tile, row):
         """That of a chunk whose block has not published it."""
-        others = normalized(this, row, rows.found, rows.rstd)
-        return row_peak(there, outputs_of(this, there, others))
+        others = normalized(this, row, rows.moments, rows.rstd)
+        return row_peak(its_tile, outputs_of(this, its_tile, others))
 
     peak = None
     if shared is not None and Quant(*this.norm.QUANT).BY_ROW:
@@ -217,10 +217,10 @@ def weights_of(a, norm, home, REREAD):
 
 def read_biases(a, home):
     """b of each segment, in float32."""
-    found = ()
+    biases = ()
     for j in ct.static_iter(range(len(home.segments))):
-        found += (read_late(a.B, home, j, None).astype(ct.float32),)
-    return found
+        biases += (read_late(a.B, home, j, None).astype(ct.float32),)
+    return biases
 
 
 def dy_of(this, saved):

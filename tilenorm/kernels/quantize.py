@@ -75,8 +75,8 @@ def write_groups(a, quant, tile, first, ys, STORE):
         scale = ct.truediv(1.0, factor)
     write_scales(a, quant, tile, first, scale, tile.segments[first + len(ys) - 1].mask)
     for j, y in ct.static_iter(enumerate(grouped)):
-        own = ct.extract(factor, (0, j), (R, COUNT)).reshape((R, COUNT, 1))
-        write(a.Q, tile.at(first + j), (y * own).reshape((R, W)), STORE)
+        group_factor = ct.extract(factor, (0, j), (R, COUNT)).reshape((R, COUNT, 1))
+        write(a.Q, tile.at(first + j), (y * group_factor).reshape((R, W)), STORE)
 
 
 def write_scales(a, quant, tile, first, scale, masked):
@@ -96,15 +96,15 @@ def write_scales(a, quant, tile, first, scale, masked):
 
 def runs(WIDTHS):
     """(first, count) of each run of segments of one width. Each count is a power of two."""
-    found = ()
+    spans = ()
     first = 0
     while first < len(WIDTHS):
         count = 1
         while WIDTHS[first : first + 2 * count] == (WIDTHS[first],) * (2 * count):
             count *= 2
-        found += ((first, count),)
+        spans += ((first, count),)
         first += count
-    return found
+    return spans
 
 
 def joined(tiles):
@@ -172,8 +172,8 @@ def larger(peak, y):
     """The largest of each row's peak and of its magnitudes y. Either of the two may be None."""
     if y is None:
         return peak
-    found = ct.max(y, axis=1, keepdims=True, propagate_nan=True)
-    return found if peak is None else ct.maximum(peak, found, propagate_nan=True)
+    largest = ct.max(y, axis=1, keepdims=True, propagate_nan=True)
+    return largest if peak is None else ct.maximum(peak, largest, propagate_nan=True)
 
 
 def write_largest(a, tile, peak):

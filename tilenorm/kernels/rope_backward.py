@@ -82,9 +82,9 @@ def walk(this, slot):
         ahead = read_item(this, ct.minimum(item + step, items - 1))
         turns = rotary.turns(this.arrays, tiles[0])
         for n, at in ct.static_iter(enumerate(tiles)):
-            own = n if WHOLE > 0 else 0
-            pairs, own_sums = gradients_of(this, read[n], ws[own], turns, new[own])
-            new = (*new[:own], own_sums, *new[own + 1 :])
+            rank = n if WHOLE > 0 else 0
+            pairs, own_sums = gradients_of(this, read[n], ws[rank], turns, new[rank])
+            new = (*new[:rank], own_sums, *new[rank + 1 :])
             every += (pairs,)
             if WHOLE == 0:
                 write_dx(this, at, pairs, dot_of(this, (pairs,)), read[n][2])
@@ -100,10 +100,10 @@ def walk(this, slot):
 
 def read_item(this, item):
     """read_heads of each tile of an item."""
-    found, tiles = (), this.tiles(item)
+    heads, tiles = (), this.tiles(item)
     for at in ct.static_iter(tiles):
-        found += (read_heads(this, at),)
-    return found
+        heads += (read_heads(this, at),)
+    return heads
 
 
 def read_heads(this, at):
@@ -120,11 +120,11 @@ def read_heads(this, at):
 
 def zeros(rope):
     """A couple of float32 tiles of zeros for each couple of a head."""
-    found = ()
+    tiles = ()
     for _ in ct.static_iter(couples_of(rope)):
         tile = ct.zeros((rope.ROWS, rope.WIDTH), dtype=ct.float32)
-        found += ((tile, tile),)
-    return found
+        tiles += ((tile, tile),)
+    return tiles
 
 
 def gradients_of(this, read, ws, turns, sums):
@@ -158,11 +158,11 @@ def dot_of(this, heads):
 
 
 def write_dx(this, at, pairs, dot, rstd):
-    found = ()
+    dx = ()
     if given(this.a.DX):
         for (x1, g1), (x2, g2) in ct.static_iter(pairs):
-            found += (((g1 - x1 * dot) * rstd, (g2 - x2 * dot) * rstd),)
-        this.rotary.write(this.a.DX, (at.batch, at.token, at.head), at.mask, found, 0)
+            dx += (((g1 - x1 * dot) * rstd, (g2 - x2 * dot) * rstd),)
+        this.rotary.write(this.a.DX, (at.batch, at.token, at.head), at.mask, dx, 0)
 
 
 def write_sums(this, at, slot, sums):
@@ -172,7 +172,7 @@ def write_sums(this, at, slot, sums):
         start = at.head * this.rotary.rope.HEAD
         this.rotary.write(PARTIALS, (slot,), at.mask, sums, start)
     else:
-        found = ()
+        columns = ()
         for a, b in ct.static_iter(sums):
-            found += ((ct.sum(a, axis=0, keepdims=True), ct.sum(b, axis=0, keepdims=True)),)
-        this.rotary.write(PARTIALS, (slot,), None, found, 0)
+            columns += ((ct.sum(a, axis=0, keepdims=True), ct.sum(b, axis=0, keepdims=True)),)
+        this.rotary.write(PARTIALS, (slot,), None, columns, 0)

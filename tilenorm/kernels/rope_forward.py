@@ -37,8 +37,8 @@ def rope_forward(
         normalize(Pass(a, arrays, rotary, eps, tokens, 0), item // groups, item % groups)
     else:
         key = HeadsIn(*arrays.KEY)
-        groups, more = rotary.groups(a.X), rotary.groups(key.X)
-        i, group = item // (groups + more), item % (groups + more)
+        groups, key_groups = rotary.groups(a.X), rotary.groups(key.X)
+        i, group = item // (groups + key_groups), item % (groups + key_groups)
         if group < groups:
             normalize(Pass(a, arrays, rotary, eps, tokens, 0), i, group)
         else:
@@ -75,15 +75,15 @@ def normalize(this, i, group):
     else:
         ws = rotary.weights(a.W, tiles[0])
     for n, at in ct.static_iter(enumerate(tiles)):
-        own, number = ws, rstd
+        weights, number = ws, rstd
         if WHOLE > 0:
-            own = rotary.weights(a.W, at)
+            weights = rotary.weights(a.W, at)
         else:
             number = rstd_of(this, (heads[n],))
             if given(a.RSTD):
                 index = (at.batch, at.token, at.head)
                 ct.scatter(a.RSTD, index, number, mask=at.mask, check_bounds=False)
-        write_rotated(this, at, heads[n], own, turns, number)
+        write_rotated(this, at, heads[n], weights, turns, number)
 
 
 def rstd_of(this, heads):
@@ -100,11 +100,11 @@ def rstd_of(this, heads):
 
 def write_rotated(this, at, couples, ws, turns, rstd):
     """Normalise the heads of a tile, rotate them, and write them."""
-    a, rotary, DTYPE, found = this.a, this.rotary, this.a.Y.dtype, ()
+    a, rotary, DTYPE, pairs = this.a, this.rotary, this.a.Y.dtype, ()
     for j, couple in ct.static_iter(enumerate(couples)):
         pair = ()
         for k, x in ct.static_iter(enumerate(couple)):
             n = rotary.rounded(x.astype(ct.float32) * rstd, DTYPE)
             pair += (rotary.rounded(n * ws[j][k], DTYPE) if given(a.W) else n,)
-        found += (rotary.rotated(pair[0], pair[1], turns, DTYPE) if j == 0 else pair,)
-    rotary.write(a.Y, (at.batch, at.token, at.head), at.mask, found, 0)
+        pairs += (rotary.rotated(pair[0], pair[1], turns, DTYPE) if j == 0 else pair,)
+    rotary.write(a.Y, (at.batch, at.token, at.head), at.mask, pairs, 0)

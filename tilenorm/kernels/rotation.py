@@ -74,7 +74,7 @@ class Rotary:
 
         They hold group `group` of `heads` heads. With WHOLE they hold all WHOLE heads of a token.
         """
-        ROWS, found = self.rope.ROWS, ()
+        ROWS, places = self.rope.ROWS, ()
         step = ct.arange(ROWS, dtype=ct.int32)[:, None]
         parts = self.parts(tokens)
         batch, i = i // parts, i % parts
@@ -82,11 +82,11 @@ class Rotary:
             if WHOLE > 0:
                 head = n * ROWS + step
                 mask = None if (n + 1) * ROWS <= WHOLE else head < WHOLE
-                found += (Heads(batch, i, head, mask),)
+                places += (Heads(batch, i, head, mask),)
             else:
                 token, head = i * ROWS + step, group * self.rope.TILES + n
-                found += (Heads(batch, token, head, (token < tokens) & (head < heads)),)
-        return found
+                places += (Heads(batch, token, head, (token < tokens) & (head < heads)),)
+        return places
 
     def place(self, start, width, end, mask):
         """(columns, mask) of `width` columns. Those before the end exist."""
@@ -102,17 +102,17 @@ class Rotary:
 
         index: of all dimensions but the last. first: the column where a head begins.
         """
-        found = ()
+        couples = ()
         for couple in ct.static_iter(couples_of(self.rope)):
-            found += (self.read_couple(X, index, mask, first, couple),)
-        return found
+            couples += (self.read_couple(X, index, mask, first, couple),)
+        return couples
 
     def read_couple(self, X, index, mask, first, couple):
-        found = ()
+        tiles = ()
         for start, width, end in ct.static_iter(couple):
             cols, inside = self.place(start, width, end, mask)
-            found += (ct.gather(X, index + (first + cols,), mask=inside, check_bounds=False),)
-        return halves_of(found[0]) if self.rope.PAIRS else found
+            tiles += (ct.gather(X, index + (first + cols,), mask=inside, check_bounds=False),)
+        return halves_of(tiles[0]) if self.rope.PAIRS else tiles
 
     def write(self, X, index, mask, couples, first):
         """Write couples of tiles. first: the column of X where a head begins."""
@@ -127,7 +127,7 @@ class Rotary:
 
     def weights(self, W, at):
         """The couples of w + offset for the heads of a tile, in float32; () without a weight."""
-        found = ()
+        factors = ()
         if given(W):
             rows = at.token * 0 + at.head
             if W.ndim == 2:
@@ -135,8 +135,8 @@ class Rotary:
             else:
                 couples = self.read(W, (), None, rows * 0)  # a tile, for its layout
             for w1, w2 in ct.static_iter(couples):
-                found += ((scale(w1, self.norm.OFFSET), scale(w2, self.norm.OFFSET)),)
-        return found
+                factors += ((scale(w1, self.norm.OFFSET), scale(w2, self.norm.OFFSET)),)
+        return factors
 
     def turns(self, arrays, at):
         """The Turns of the tokens of a tile."""
@@ -146,7 +146,7 @@ class Rotary:
         if given(POSITIONS):
             row = ct.gather(POSITIONS, index, mask=at.mask, check_bounds=False)
             index = (row.astype(ct.int32),)
-        found = ()
+        tables = ()
         for TABLE in ct.static_iter((COS, SIN)):
             if self.rope.FULL:
                 first = ct.static_eval(couples_of(self.rope)[0])
@@ -156,8 +156,8 @@ class Rotary:
                 half = ct.gather(TABLE, index + (cols,), mask=inside, check_bounds=False)
                 pair = (half, half)
             a, b = pair
-            found += ((a.astype(ct.float32), b.astype(ct.float32)),)
-        (cos, cos2), (sin, sin2) = found
+            tables += ((a.astype(ct.float32), b.astype(ct.float32)),)
+        (cos, cos2), (sin, sin2) = tables
         return Turns(cos, sin, cos2, sin2)
 
     def rounded(self, x, DTYPE):

@@ -50,16 +50,16 @@ class Order:
         wide segment or several. By halves a thread would hold all slices (layer_norm of 24576 took
         1.37 times as long on an H200).
         """
-        found = ()
+        parts = ()
         for x in ct.static_iter(xs):
             R, W = x.shape
             SLICE = self.UNIT * self.THREADS
             if SLICE > 0 and W > SLICE:
                 for i in ct.static_iter(range(W // SLICE)):
-                    found += (ct.extract(x, (0, i), (R, SLICE)),)
+                    parts += (ct.extract(x, (0, i), (R, SLICE)),)
             else:
-                found += (x,)
-        return found
+                parts += (x,)
+        return parts
 
     def folded(self, x):
         """A tile with the same sums by rows, of at most FOLDED columns.
@@ -205,22 +205,22 @@ def moments(this, tile, row, count, EXACT):
     return Moments(() if row.PACKED else centered, mean, correction, variance)
 
 
-def recentered(row, found, number, LAYER):
+def recentered(row, moments, number, LAYER):
     """The segments of x − mean once more, from the row itself, after `number` is known."""
     xs = row.rematerialized(number)
     centered = ()
     for x in ct.static_iter(xs):
-        centered += ((x - found.mean) - found.correction,) if LAYER else (x,)
+        centered += ((x - moments.mean) - moments.correction,) if LAYER else (x,)
     return centered
 
 
 def subtract_mean(xs, masks, mean):
     """The segments of x − mean, zero outside the masks."""
-    found = ()
+    tiles = ()
     for j, mask in ct.static_iter(enumerate(masks)):
         x = xs[j] - mean
-        found += (x if mask is None else ct.where(mask, x, 0.0),)
-    return found
+        tiles += (x if mask is None else ct.where(mask, x, 0.0),)
+    return tiles
 
 
 def correct_mean(xs, count, order):
@@ -240,15 +240,15 @@ def correct_mean(xs, count, order):
             added = added + x
             added_squares = added_squares + x * x
         else:
-            more, more_squares = order.totals(added, added_squares)
-            total = total + more
-            squares = squares + more_squares
+            part, part_squares = order.totals(added, added_squares)
+            total = total + part
+            squares = squares + part_squares
             added = x
             added_squares = order.unfused(x * x)
-    more, more_squares = order.totals(added, added_squares)
+    part, part_squares = order.totals(added, added_squares)
     # The sum with 0.0 is no bare product: `mean + correction` would be a sum of two products, of
     # which the compiler fuses one in some kernels and the other in others.
-    return (total + more) * (1.0 / count) + 0.0, (squares + more_squares) * (1.0 / count)
+    return (total + part) * (1.0 / count) + 0.0, (squares + part_squares) * (1.0 / count)
 
 
 def halves(x):
@@ -299,11 +299,11 @@ class Dots:
             gs = g
         if ct.static_eval(width not in WIDTHS[j + 1 :]):
             if LAYER:
-                more, more_total = order.totals(products, gs)
-                total = total + more_total
+                part, part_total = order.totals(products, gs)
+                total = total + part_total
             else:
-                more = order.total(products)
-            dot = dot + more
+                part = order.total(products)
+            dot = dot + part
         return Dots(dot, total, products, gs)
 
     def through_norm(self, x_hat, g, rstd, N, LAYER):

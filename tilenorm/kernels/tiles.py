@@ -46,13 +46,13 @@ class Cut:
 
         No column of the segment reaches the end.
         """
-        found = ()
+        spans = ()
         start = 0
         for width in self.WIDTHS:
             end = start + width if self.CHUNKS == 1 else sum(self.WIDTHS) * self.CHUNKS
-            found += ((len(found), start, width, end),)
+            spans += ((len(spans), start, width, end),)
             start += width
-        return found
+        return spans
 
     def tiles(self, rows):
         """How many tiles `rows` rows make."""
@@ -108,12 +108,12 @@ class Cut:
 
     def parts(self, X, chunk):
         """The segments of a chunk, and which of their columns exist."""
-        found = ()
+        segments = ()
         for _, start, width, end in ct.static_iter(self.segments()):
             cols = columns(chunk * self.chunk_width() + start, width)
             mask = self.inside(X, cols, end)
-            found += (Segment(chunk, self.chunk_width(), start, width, mask),)
-        return found
+            segments += (Segment(chunk, self.chunk_width(), start, width, mask),)
+        return segments
 
     def count(self, chunk):
         """How many columns of a chunk exist."""
@@ -179,10 +179,10 @@ class Tile:
 
     def masks(self):
         """Which columns of each segment exist."""
-        found = ()
+        in_segments = ()
         for segment in ct.static_iter(self.segments):
-            found += (segment.mask,)
-        return found
+            in_segments += (segment.mask,)
+        return in_segments
 
 
 def columns(start, WIDTH):
@@ -208,10 +208,10 @@ def gather_tiles(inputs, cut, tile):
     Elements past the last row and column are 0.
     """
     left = tile.chunk * cut.chunk_width()
-    found = ()
+    tiles = ()
     for X in ct.static_iter(inputs):
-        found += (gather_segments(X, cut, tile, left) if given(X) else (),)
-    return found
+        tiles += (gather_segments(X, cut, tile, left) if given(X) else (),)
+    return tiles
 
 
 def gather_segments(X, cut, tile, left):
@@ -227,10 +227,10 @@ def gather_segments(X, cut, tile, left):
 def load_tiles(inputs, cut, row):
     """The segments of one row of each input, by tile loads; () of an absent input."""
     place = cut.row_place(row)
-    found = ()
+    tiles = ()
     for X in ct.static_iter(inputs):
-        found += (load_segments(X, cut, leading(X, place)) if given(X) else (),)
-    return found
+        tiles += (load_segments(X, cut, leading(X, place)) if given(X) else (),)
+    return tiles
 
 
 def load_segments(X, cut, place):
@@ -245,13 +245,13 @@ def load_segments(X, cut, place):
 
 def gather_numbers(arrays, tile):
     """One number for each row, of each array; () of an absent array."""
-    found = ()
+    rows = ()
     for X in ct.static_iter(arrays):
         numbers = ()
         if given(X):
             numbers = ct.gather(X, (tile.place[0],), mask=tile.in_rows, check_bounds=False)
-        found += (numbers,)
-    return found
+        rows += (numbers,)
+    return rows
 
 
 def once(tile):

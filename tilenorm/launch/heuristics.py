@@ -39,8 +39,8 @@ def chosen(spec: NormSpec, target: Target, needs: Needs | None = None) -> Config
     spec, op = spec.unquantized, ""
     if config := forcing.of_direction("forward" if needs is None else "backward"):
         return _forced(spec, target, config)
-    if found := _tabled(spec, target, needs):
-        config, op, _ = found
+    if tabled := _tabled(spec, target, needs):
+        config, op, _ = tabled
     elif spec.rotation:
         config = _rotated(spec, needs)
     elif needs is None:
@@ -138,8 +138,8 @@ def _backward(spec: NormSpec, target: Target, needs: Needs) -> Backward:
     inputs = 1 + needs.terms + (spec.gate is not None) + needs.dsum
     if width <= rules.GATHERED[needs.sums] * 2 // inputs:
         return Backward((width,), max(1, rules.TILE // width), hints=Hints(occupancy=2))
-    more = inputs == 3 and needs.sums == 2
-    fits = rules.TMA_TILE_OF_MORE if more else rules.TMA_TILE
+    three_inputs = inputs == 3 and needs.sums == 2
+    fits = rules.TMA_TILE_OF_MORE if three_inputs else rules.TMA_TILE
     if width <= fits and target.has_tma and spec.aligned:
         return Backward((width,), tma=True, hints=Hints(1, 8))
     # Rows that are read element by element spill less than those that are read in vectors.
@@ -158,10 +158,10 @@ def _backward(spec: NormSpec, target: Target, needs: Needs) -> Backward:
 def _by_group(spec: NormSpec, needs: Needs) -> Backward:
     # dW and dB, a gate and float32 take registers.
     by_group = (getattr(spec, role) for role in MODULATION)
-    more = bool(needs.sums) + bool(spec.mod_gate)
-    more += spec.widest_item > 2 or "float32" in by_group
-    known = rules.GROUPED[min(more, len(rules.GROUPED) - 1)]
-    hints = next((found for most, found in known if spec.hidden <= most), Hints(1, 8))
+    extra = bool(needs.sums) + bool(spec.mod_gate)
+    extra += spec.widest_item > 2 or "float32" in by_group
+    known = rules.GROUPED[min(extra, len(rules.GROUPED) - 1)]
+    hints = next((its_hints for most, its_hints in known if spec.hidden <= most), Hints(1, 8))
     width = tile_width(spec.hidden)
     if width <= rules.TILE // 2:
         return Backward((width,), rules.TILE // width, hints=hints)
@@ -219,10 +219,10 @@ def source(spec: NormSpec, target: Target, needs: Needs | None = None) -> str:
     spec = spec.unquantized
     if forcing.of_direction("forward" if needs is None else "backward"):
         return "forced"
-    found = _tabled(spec, target, needs)
-    if not found:
+    tabled = _tabled(spec, target, needs)
+    if not tabled:
         return "heuristic, untimed"
-    _, op, table = found
+    _, op, table = tabled
     timed = "gated_rms_norm" if op == "gate_first" else op
     if spec.gate and timed != f"gated_{spec.norm}_norm":
         return f"{table}, timed as {timed}"
@@ -247,10 +247,10 @@ def operations(spec: NormSpec, needs: Needs | None = None) -> tuple[str, ...]:
     The table of a backward pass is that of a norm which reads as much and keeps as many sums.
     """
     if spec.gate:
-        more = spec.bias if needs is None else needs.sums == 2
+        two_sums = spec.bias if needs is None else needs.sums == 2
         if spec.gate_first:
-            return () if more else ("gate_first",)
-        return ("gated_layer_norm" if more else "gated_rms_norm",)
+            return () if two_sums else ("gate_first",)
+        return ("gated_layer_norm" if two_sums else "gated_rms_norm",)
     if spec.rotation:
         return (f"{spec.op}, {spec.rotation._replace(positions=None).label}",)
     if needs is None:
@@ -300,9 +300,9 @@ def _tabled(spec: NormSpec, target: Target, needs: Needs | None) -> tuple[Config
     """(configuration, operation, source) from a user's or the shipped table, or None."""
     for op in operations(spec, needs):
         for table in _of_user, _shipped:
-            found = table(spec, target, needs, op)
-            if found and keeps_order(spec, needs, found[0]):
-                config, source = found
+            match = table(spec, target, needs, op)
+            if match and keeps_order(spec, needs, match[0]):
+                config, source = match
                 return config, op, source
     return None
 
@@ -324,8 +324,8 @@ def _of_user(
     direction, terms = ("backward", needs.terms) if needs else ("forward", 1)
     users = user_table.configs(target.arch)
     for measured, note in ((terms, ""), (1, _untimed(terms))):
-        if found := users.get(user_table.Key.of(spec, direction, op, measured)):
-            return found, f"user table {user_table.path_of(target.arch)}{note}"
+        if config := users.get(user_table.Key.of(spec, direction, op, measured)):
+            return config, f"user table {user_table.path_of(target.arch)}{note}"
     return None
 
 
@@ -343,13 +343,13 @@ def _shipped(
         return None
     table, key = TABLES[target.name], (shipped_op(spec, op), spec.widest_item)
     rows = (table.forward if needs is None else table.backward).get(key, ())
-    largest, found = next((row for row in rows if spec.hidden <= row[0]), (0, None))
+    largest, config_of_row = next((row for row in rows if spec.hidden <= row[0]), (0, None))
     source = f"tuned/{target.name}{_untimed(needs.terms if needs else 1)}"
     if needs and (needs.terms > 1 or needs.output):
         for row, least, output, config in table.more.get(key, ()):
             if row == largest and least <= needs.terms and output <= needs.output:
-                found, source = config, f"tuned/{target.name}, untimed"
-    return found and (_for_float16(spec, _fitted(found, spec.hidden)), source)
+                config_of_row, source = config, f"tuned/{target.name}, untimed"
+    return config_of_row and (_for_float16(spec, _fitted(config_of_row, spec.hidden)), source)
 
 
 def _for_float16(spec: NormSpec, config: Config) -> Config:

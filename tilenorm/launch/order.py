@@ -59,12 +59,12 @@ def forward_order(spec: NormSpec, config: Config) -> RowOrder:
     if spec.aligned:
         slices = slices_of(widths, config.rows, config.hints.threads, unit_of(spec))
         return RowOrder("slices", spec.hidden, chunk, slices)
-    each = slices_of(widths, 1, 0, 1)
+    segments = slices_of(widths, 1, 0, 1)
     fetches = isinstance(config, RowForward) and config.fetch
     if chunk or fetches:
-        return RowOrder("halves", spec.hidden, chunk, each)
+        return RowOrder("halves", spec.hidden, chunk, segments)
     kind = "fused" if config.rows > 1 else "compiler"
-    return RowOrder(kind, spec.hidden, chunk, each, None if config.rows > 1 else config)
+    return RowOrder(kind, spec.hidden, chunk, segments, None if config.rows > 1 else config)
 
 
 def unit_of(spec: NormSpec) -> int:
@@ -77,15 +77,15 @@ def slices_of(widths: tuple[int, ...], rows: int, threads: int, unit: int) -> tu
 
     threads: 0 where segments are not cut into slices.
     """
-    found: list[Slice] = []
+    slices: list[Slice] = []
     start = 0
     for segment in widths:
         width = min(segment, unit * threads) if threads else segment
         read = max(1, min(unit, width, rows * width // threads)) if threads else unit
-        if not found or found[-1][1:] != (width, read):
-            found.append(Slice(start, width, read))
+        if not slices or slices[-1][1:] != (width, read):
+            slices.append(Slice(start, width, read))
         start += segment
-    return tuple(found)
+    return tuple(slices)
 
 
 class Rule(NamedTuple):

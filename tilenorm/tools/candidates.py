@@ -137,12 +137,12 @@ def written(value) -> str:
     """The Python call that creates a dataclass, without arguments that are the default."""
     if not hasattr(value, "__dataclass_fields__"):
         return repr(value)
-    given = (
+    arguments = (
         f"{field.name}={written(getattr(value, field.name))}"
         for field in fields(value)
         if getattr(value, field.name) != field.default
     )
-    return f"{type(value).__name__}({', '.join(given)})"
+    return f"{type(value).__name__}({', '.join(arguments)})"
 
 
 def segmentations(hidden: int) -> list[tuple[int, ...]]:
@@ -283,11 +283,11 @@ def _hints(
     """The hints that are tried. elements: what one block holds. most: what all blocks on a
     multiprocessor may hold.
     """
-    found = []
+    candidates = []
     for occupancy, warps in product(occupancies, WARPS[tma]):
         hints = Hints(occupancy, warps)
         blocks, threads = occupancy or 1, hints.threads
         idle = warps == 8 and not tma and elements < FEWEST_A_THREAD * threads
         if (most is None or blocks * elements <= most) and blocks * threads <= THREADS and not idle:
-            found.append(hints)
-    return found
+            candidates.append(hints)
+    return candidates

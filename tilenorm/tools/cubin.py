@@ -32,18 +32,18 @@ class Resources:
 
 def resources(cubin: bytes) -> Resources:
     """The resources of the kernel of a cubin. Raises ValueError unless there is exactly one."""
-    found, shared, code = {}, 0, hashlib.sha256()
+    values, shared, code = {}, 0, hashlib.sha256()
     try:
         for name, size, data in sections(cubin):
             if name.startswith(".nv.info"):
-                found |= dict(attributes(data))
+                values |= dict(attributes(data))
             elif name.startswith(".nv.shared.") and name != ".nv.shared.reserved.0":
                 shared += size
             elif name.startswith(".text."):
                 code.update(data)
-        shape = struct.unpack("<III", found[_THREADS])
+        shape = struct.unpack("<III", values[_THREADS])
         registers, frame = (
-            struct.unpack("<II", found[key])[1] for key in (_REGISTERS, _FRAME_SIZE)
+            struct.unpack("<II", values[key])[1] for key in (_REGISTERS, _FRAME_SIZE)
         )
     except (struct.error, LookupError, ValueError) as error:
         raise ValueError(f"not a cubin with one kernel: {error!r}") from error

@@ -53,13 +53,13 @@ def searches(asked: argparse.Namespace, device: Device) -> list[Search]:
         if not directions:
             raise RefusedError("--terms: the forward pass takes none; tune --direction backward")
     specs = served(asked, device)
-    found = [Search(s, device.target, d, asked.terms) for s, d in product(specs, directions)]
+    selected = [Search(s, device.target, d, asked.terms) for s, d in product(specs, directions)]
     try:
-        for search in found:
+        for search in selected:
             search.key()
     except ValueError as error:
         raise RefusedError(str(error)) from error
-    return found
+    return selected
 
 
 def served(asked: argparse.Namespace, device: Device) -> list[NormSpec]:
@@ -171,7 +171,7 @@ def add_spec(command: argparse.ArgumentParser, size: dict) -> None:
     add("--positions", choices=("int32", "int64"), help="of the rows in the tables")
     add("--gate-first", action="store_true", help="gate, then normalise")
     add("--activation", choices=OPTIONS["activation"].words, help="of the gate (silu)")
-    layouts = sorted({layout for found in LAYOUTS.values() for layout in found})
+    layouts = sorted({layout for layouts_of in LAYOUTS.values() for layout in layouts_of})
     add("--scaling", default="row", choices=GROUPS, help="of a quantised norm")
     add("--fp8", default="float8_e4m3fn", choices=FP8, help="what it writes")
     add("--power-of-2", action="store_true", help="its scales are powers of two")

@@ -74,9 +74,9 @@ def arguments_of(
     before = before if tensors.gate is None else "gated_"
     before = before if tensors.scale is None else "modulated_"
     op = getattr(torch.ops.tilenorm, f"{before}{options.norm}_norm").default
-    given = tensors._asdict() | options._asdict() | {"eps": eps, "save": save}
-    given["norm_before_gate"] = not options.gate_first
-    return op, given
+    values = tensors._asdict() | options._asdict() | {"eps": eps, "save": save}
+    values["norm_before_gate"] = not options.gate_first
+    return op, values
 
 
 def results_of(op: OpOverload) -> list[str]:
@@ -159,16 +159,16 @@ class Call:
 
 def called(op: OpOverload, arguments: dict[str, Any], like: Node) -> Node:
     """A call of an op with the metadata of the node `like`."""
-    given = _in_order(op, arguments)
-    values = tuple([value_of(a) if isinstance(a, Node) else a for a in given])
-    return derived(op, given, _values(op, values), like)
+    ordered = _in_order(op, arguments)
+    values = tuple([value_of(a) if isinstance(a, Node) else a for a in ordered])
+    return derived(op, ordered, _values(op, values), like)
 
 
 def _in_order(op: OpOverload, arguments: dict[str, Any]) -> tuple:
     """The arguments as the op takes them, without those at the end that are not given."""
     taken = op._schema.arguments
-    given = {name for name, value in arguments.items() if value is not None}
-    last = max(i for i, a in enumerate(taken) if a.name in given or not a.has_default_value())
+    present = {name for name, value in arguments.items() if value is not None}
+    last = max(i for i, a in enumerate(taken) if a.name in present or not a.has_default_value())
     return tuple(arguments.get(a.name, a.default_value) for a in taken[: last + 1])
 
 

@@ -42,9 +42,9 @@ def emit_forward(norm: Norm) -> str:
     """
     if written(norm.parts[0], norm.at, norm.parts):
         raise Left("a node between its operations may write to a tensor")
-    if found := _sum(norm):
+    if parts := _sum(norm):
         with suppress(Left):
-            return _emit(norm, *found)
+            return _emit(norm, *parts)
     return _emit(norm, norm.tensors, norm.at)
 
 
@@ -103,13 +103,13 @@ def emit_rotated(norms: tuple[Norm, ...]) -> None:
         raise Left("its tensors are DTensors")
     with at.graph.inserting_before(at):
         tables = [_without_heads(table, how.heads) for table in (how.cos, how.sin)]
-        given = first.options._asdict() | {"eps": first.eps, "save": any(map(_saves, norms))}
-        given |= {"rotary_dim": int(known(first.at).shape[-1]), "interleaved": False}
-        given |= {"output_heads_first": how.contiguous, "cos": tables[0], "sin": tables[1]}
-        given |= zip(("input", "key"), map(_heads_last, norms), strict=False)
-        given |= zip(("weight", "key_weight"), weights, strict=False)
-        calls.check_served(calls.ROTATED, given)
-        call = calls.called(calls.ROTATED, given, first.at)
+        options = first.options._asdict() | {"eps": first.eps, "save": any(map(_saves, norms))}
+        options |= {"rotary_dim": int(known(first.at).shape[-1]), "interleaved": False}
+        options |= {"output_heads_first": how.contiguous, "cos": tables[0], "sin": tables[1]}
+        options |= zip(("input", "key"), map(_heads_last, norms), strict=False)
+        options |= zip(("weight", "key_weight"), weights, strict=False)
+        calls.check_served(calls.ROTATED, options)
+        call = calls.called(calls.ROTATED, options, first.at)
         order = SWAPPED if how.heads == 1 and not how.contiguous else None
         new = {
             norm.at: _result(call, name, norm.at, norm.x, order)
@@ -148,14 +148,14 @@ def _without_heads(table: Node, heads: int) -> Node:
 def emit_backward(norm: Gradient) -> str:
     """Replace aten's gradient of a norm. Returns the new op's kind."""
     with norm.at.graph.inserting_before(norm.at):
-        given = {"input": norm.x, "weight": norm.weight, "bias": norm.bias}
+        arguments = {"input": norm.x, "weight": norm.weight, "bias": norm.bias}
         for name, statistic in (("rstd", norm.rstd), ("mean", norm.mean)):
-            given[name] = None if statistic is None else _rows(statistic, norm)
+            arguments[name] = None if statistic is None else _rows(statistic, norm)
         # Only second derivatives use eps. aten's op does not have it, so 0.0 stands for it here.
-        given |= norm.options._asdict() | {"grad_output": norm.dy, "eps": 0.0, "added": False}
+        arguments |= norm.options._asdict() | {"grad_output": norm.dy, "eps": 0.0, "added": False}
         results = calls.results_of(calls.NORM_BACKWARD)[:5]
-        given["output_mask"] = [name in norm.wanted for name in results]
-        call = calls.called(calls.NORM_BACKWARD, given, norm.at)
+        arguments["output_mask"] = [name in norm.wanted for name in results]
+        call = calls.called(calls.NORM_BACKWARD, arguments, norm.at)
         new = {
             old: _result(call, name, old, norm.x) if name in norm.wanted else None
             for name, old in norm.outputs.items()
@@ -186,13 +186,13 @@ def _sum(norm: Norm) -> tuple[Tensors, Node, tuple[Node, ...]] | None:
     tensors, nodes = _terms(norm, total)
     if not nodes or not known(total).is_contiguous():
         return None
-    given = {node for node in tensors if node is not None}
-    place = total if max(given) < total else norm.at
+    present = {node for node in tensors if node is not None}
+    place = total if max(present) < total else norm.at
     going: set[Node] = {norm.at}
     for node in sorted(norm.parts, reverse=True):
         if going.issuperset(users_of(node)):
             going.add(node)
-    if total in given or any(user < place for user in {*users_of(total)} - going):
+    if total in present or any(user < place for user in {*users_of(total)} - going):
         return None
     return None if written(min(nodes), norm.at, norm.parts) else (tensors, place, nodes)
 

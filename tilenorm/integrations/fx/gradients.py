@@ -87,28 +87,28 @@ def _terms(call: Call) -> str | None:
     """Fold the additions whose result is dy."""
     if any(call[name] is not None for name in TERMS[1:]):
         return None
-    first, more, sums = call[TERMS[0]], [], []
+    first, terms, sums = call[TERMS[0]], [], []
     like = known(first)
-    while len(more) < len(TERMS) - 1 and (pair := _terms_of(first, like)):
+    while len(terms) < len(TERMS) - 1 and (pair := _terms_of(first, like)):
         reads = sum(argument is first for argument in call.arguments.values())
         if only_user(first) is None or reads > 1:
-            if not more:
+            if not terms:
                 raise Left(f"other nodes use the sum {first.name}")
             break
         sums.append(first)
         inner = [n for n in pair if _terms_of(n, like) and only_user(n)]
         first, other = pair if not inner or inner[0] is pair[0] else pair[::-1]
-        more.insert(0, other)
+        terms.insert(0, other)
         if first is other:
             break
-    if not more:
+    if not terms:
         return None
     if written(sums[-1], call.node):
         raise Left(WRITTEN)
-    call.change(**dict(zip(TERMS, (first, *more), strict=False)))
+    call.change(**dict(zip(TERMS, (first, *terms), strict=False)))
     for node in sums:
         erase(node)
-    return f"{1 + len(more)} terms"
+    return f"{1 + len(terms)} terms"
 
 
 def _sum(call: Call) -> str | None:
@@ -166,12 +166,12 @@ def of_tangents(graph: Graph) -> set[Node]:
     """The nodes of the backward pass: those of a joint graph that depend on the gradients that come
     into it.
     """
-    found: set[Node] = set()
+    nodes: set[Node] = set()
     for node in graph.nodes:
         is_tangent = node.op == "placeholder" and "tangents" in str(node.target)
-        if is_tangent or not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
+        if is_tangent or not nodes.isdisjoint(node.all_input_nodes):
+            nodes.add(node)
+    return nodes
 
 
 def _output(call: Call, backward: set[Node]) -> str | None:
@@ -269,16 +269,16 @@ def _replace(call: Call, reads: list[Read], later: list[Node]) -> None:
     """Have readers read views of the gradient's output, and stand after it."""
     graph, node = call.node.graph, call.node
     with graph.inserting_after(node):
-        last = result_of(node, "output", node)
-    new = {path[0]: last for path, _ in reads}
+        result = result_of(node, "output", node)
+    new = {path[0]: result for path, _ in reads}
     for path, reader in reads:
         for view in path[1:]:
             if view not in new:
                 args, kwargs = map_arg((view.args, view.kwargs), lambda n: new.get(n, n))
-                with graph.inserting_after(last):
-                    last = derived(view.target, args, value_of(view), node, **kwargs)
-                new[view] = last
+                with graph.inserting_after(result):
+                    result = derived(view.target, args, value_of(view), node, **kwargs)
+                new[view] = result
         reader.replace_input_with(path[-1], new[path[-1]])
     for moved in later:
-        last.append(moved)
-        last = moved
+        result.append(moved)
+        result = moved

@@ -83,9 +83,9 @@ def writes(node: Node) -> bool:
     return takes_inplace and any(a is True for a in (*node.args, node.kwargs.get("inplace")))
 
 
-def written(first: Node, last: Node, parts: tuple[Node, ...] = ()) -> bool:
+def written(first: Node, end: Node, parts: tuple[Node, ...] = ()) -> bool:
     """Whether a node from `first` up to `last`, outside `parts`, may write to a tensor."""
-    while first is not last:
+    while first is not end:
         if writes(first) and first not in parts:
             return True
         first = first.next

@@ -283,8 +283,8 @@ def _dims(args: dict) -> int:
     if not isinstance(sizes, tuple | list):
         raise Left(f"the value of its normalized_shape {shape} is not known")
     sizes = [values_of(size) if isinstance(size, Node) else size for size in sizes]
-    last = x.shape[x.dim() - len(sizes) :] if len(sizes) <= x.dim() else ()
-    if not sizes or None in sizes or not same_sizes(sizes, last):
+    normalized = x.shape[x.dim() - len(sizes) :] if len(sizes) <= x.dim() else ()
+    if not sizes or None in sizes or not same_sizes(sizes, normalized):
         raise Left(f"its normalized_shape is {shape}, the shape of its input {list(x.shape)}")
     return len(sizes)
 

@@ -51,11 +51,11 @@ def rotated(norm: Norm) -> Norm:
         path.append(user)
     end = path[-1]
     try:
-        found = _embedding(path[-1])
-        if found is None:
+        embedding = _embedding(path[-1])
+        if embedding is None:
             return norm
-        end = found[0]
-        return _with_rotation(norm, path, *found)
+        end = embedding[0]
+        return _with_rotation(norm, path, *embedding)
     except Left as reason:
         return replace(norm, apart=(end.name, f"it stays behind its norm: {reason}"))
 

@@ -60,22 +60,26 @@ def patched_block(
     tree: Any = _parsed(forward, bool(wrappers))
     used = forward.__code__.co_names  # no local variables
     functions = {name: f for name, f in forward.__globals__.items() if name in used}
-    found: dict[str, dict[str, None]] = {}
+    norms_of_kind: dict[str, dict[str, None]] = {}
     for kind in kinds:
         rewriter = REWRITERS[kind](tree.body[0].args.args[0].arg, norms, functions, cls)
-        tree, found[kind] = rewriter.visit(tree), dict.fromkeys(rewriter.found)
-    texts = [f"the {WHAT[kind]} {' and '.join(found[kind])}" for kind in WHAT if found.get(kind)]
+        tree, norms_of_kind[kind] = rewriter.visit(tree), dict.fromkeys(rewriter.names)
+    texts = [
+        f"the {WHAT[kind]} {' and '.join(norms_of_kind[kind])}"
+        for kind in WHAT
+        if norms_of_kind.get(kind)
+    ]
     if not texts:
         absent = " or ".join(REWRITERS[kind].absent for kind in WHAT if kind in kinds)
         raise Unrecognised(f"its forward has no {absent} a patched norm")
-    made = _compiled(tree, forward)
+    function = _compiled(tree, forward)
     for wrapper in reversed(wrappers):
-        made = _wrapping(wrapper, made)
+        function = _wrapping(wrapper, function)
     how = f"{' and '.join(texts)} with the norm, wherever its forward computes them"
     again = patched_block, cls, norms, kinds
     methods = {ONE_PASS: one_pass, ROTATED: rotated, GETATTR: getattr, IS_PLAIN: is_plain}
     namespace = {name: staticmethod(method) for name, method in methods.items()}
-    return patched_subclass(cls, made, again, lambda _: how, namespace)
+    return patched_subclass(cls, function, again, lambda _: how, namespace)
 
 
 def _parsed(forward: FunctionType, is_wrapped: bool) -> ast.Module:
@@ -104,9 +108,9 @@ def _compiled(tree: ast.Module, forward: FunctionType) -> FunctionType:
     ast.fix_missing_locations(tree)
     code = compile(tree, forward.__code__.co_filename, "exec", dont_inherit=True)
     body = next(c for c in code.co_consts if getattr(c, "co_name", "") == forward.__code__.co_name)
-    made = _like(forward, body, None, forward)
-    del made.__wrapped__  # it calls no other function
-    return made
+    function = _like(forward, body, None, forward)
+    del function.__wrapped__  # it calls no other function
+    return function
 
 
 def _wrapping(wrapper: Any, inner: FunctionType) -> FunctionType:
@@ -130,11 +134,11 @@ def _like(
     function: FunctionType, code: CodeType, closure: tuple | None, named: FunctionType
 ) -> Any:
     """A function with other code and another closure, and the name and documentation of one."""
-    made = FunctionType(
+    copy = FunctionType(
         code, function.__globals__, function.__name__, function.__defaults__, closure
     )
-    made.__kwdefaults__ = function.__kwdefaults__
-    return update_wrapper(made, named)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return update_wrapper(copy, named)
 
 
 class _Modulations(Rewriter):
@@ -151,9 +155,9 @@ class _Modulations(Rewriter):
         return self.generic_visit(node)
 
     def _rewritten(self, statements: list[Any]) -> list[Any]:
-        made: list[Any] = []
+        rewritten: list[Any] = []
         for statement in statements:
-            match made[-1:], statement:
+            match rewritten[-1:], statement:
                 case (
                     [ast.Assign([ast.Name(y)], ast.Call(norm, [x], []))],
                     ast.Assign([ast.Name(again)], ast.BinOp() as value),
@@ -161,17 +165,17 @@ class _Modulations(Rewriter):
                     match self._modulated(value):
                         case ast.Name(name), *by_group if name == y and not names_in(by_group, y):
                             statement.value = self._normed(value, norm, [x], by_group)
-                            made.pop()
-            made.append(statement)
-        return made
+                            rewritten.pop()
+            rewritten.append(statement)
+        return rewritten
 
     def _modulated(self, node: ast.AST) -> tuple[ast.expr, ...]:
         """y, a and b of y * (1 + a) + b, y and a of y * (1 + a), or ()."""
         match node:
             case ast.BinOp(op=ast.Add()):
                 for product, shift in _in_turn(node):
-                    if len(found := self._modulated(product)) == 2:
-                        return *found, shift
+                    if len(parts := self._modulated(product)) == 2:
+                        return *parts, shift
             case ast.BinOp(op=ast.Mult()):
                 for y, factor in _in_turn(node):
                     if (scale := _less_one(factor)) is not None:
@@ -202,10 +206,10 @@ class _Rotations(Rewriter):
                         continue
                     for norm, take_out, _ in norms:
                         take_out()
-                        self.found.append(norm.attr)
+                        self.names.append(norm.attr)
                     how = ast.Constant(places.pop()), ast.Constant(casts)
-                    made = self._call(ROTATED, apply, *(norm for norm, *_ in norms), *how, *given)
-                    statement.value = ast.copy_location(made, statement.value)
+                    call = self._call(ROTATED, apply, *(norm for norm, *_ in norms), *how, *given)
+                    statement.value = ast.copy_location(call, statement.value)
         return statements
 
     def _norm_before(self, statements: list[Any], head: str) -> tuple | None:
@@ -216,12 +220,12 @@ class _Rotations(Rewriter):
         for statement in reversed(statements):
             match statement:
                 case ast.Assign([ast.Name(name)], value) if name == head:
-                    last, inner, holder = _peeled(value)
-                    methods = (*last, *methods)
+                    outer, inner, holder = _peeled(value)
+                    methods = (*outer, *methods)
                     match inner:
                         case ast.Call(norm, [x], []) if self._is_norm(norm):
                             return norm, partial(setattr, holder or statement, "value", x), methods
-                        case ast.Name(again) if again == head and last:
+                        case ast.Name(again) if again == head and outer:
                             continue
             if names_in([statement], head):
                 return None

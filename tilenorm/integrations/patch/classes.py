@@ -59,10 +59,10 @@ def patched_subclass(
     instance of cls the subclass.
     """
     kept = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    own = {"_tilenorm_class": cls, "_tilenorm_forward": forward}
-    own |= {"_tilenorm_made": made, "_tilenorm_how": how}
+    attributes = {"_tilenorm_class": cls, "_tilenorm_forward": forward}
+    attributes |= {"_tilenorm_made": made, "_tilenorm_how": how}
     metaclass: Any = type(cls)
-    subclass = metaclass(cls.__name__, (PatchedModule, cls), kept | own | namespace)
+    subclass = metaclass(cls.__name__, (PatchedModule, cls), kept | attributes | namespace)
     # Both compare the class of a module with this one.
     type.__setattr__(subclass, "forward", forward_of(cls, subclass, form))
     if form is not None:
@@ -74,8 +74,8 @@ def patched_subclass(
 @cache
 def patched_norm(cls: type[nn.Module], form: Form) -> type[nn.Module]:
     """A subclass of a norm's class, whose forward computes the form by tilenorm."""
-    made, namespace = (patched_norm, cls, form), {"_tilenorm_form": form}
-    return patched_subclass(cls, form.forward, made, form.describe, namespace, form)
+    key, namespace = (patched_norm, cls, form), {"_tilenorm_form": form}
+    return patched_subclass(cls, form.forward, key, form.describe, namespace, form)
 
 
 def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
@@ -106,8 +106,8 @@ def unpatch(model: nn.Module) -> tuple[str, ...]:
             anew, because it uses super(). The message names the module. No module is changed.
     """
     check_argument("unpatch", "model", model, isinstance(model, nn.Module), "a torch.nn.Module")
-    found = names_of(model).items()
-    names = {m: title(names) for m, names in found if isinstance(m, PatchedModule)}
+    names_of_modules = names_of(model).items()
+    names = {m: title(names) for m, names in names_of_modules if isinstance(m, PatchedModule)}
     revert("unpatch", names)
     return tuple(names.values())
 

@@ -132,8 +132,8 @@ class Form:
 
     def takes(self, number: int, dims: int) -> bool:
         """Whether calls with so many tensors and dimensions of the input are served."""
-        more = number in self.beyond and dims > max(self.dims_of(number))
-        return more or (number, dims) in self.calls
+        any_number = number in self.beyond and dims > max(self.dims_of(number))
+        return any_number or (number, dims) in self.calls
 
     def dims_of(self, number: int) -> list[int]:
         """The served numbers of dimensions that are in `calls`."""
@@ -252,10 +252,10 @@ class Form:
         if self.promotes:
             text += " output_dtype=promote_types(input, weight)"
         has_16_bits = any({*dtypes} - {None} == {torch.bfloat16} for dtypes in self.dtypes)
-        own = [] if has_16_bits or not self.dtypes else ["16 bits"]
-        own += ["mixed dtypes"] if self.mixed and has_16_bits else []
-        own += [f"inputs of {self.own_from} or more dimensions"] if self.own_from else []
-        return text + (f", or its own forward for {' and '.join(own)}" if own else "")
+        exceptions = [] if has_16_bits or not self.dtypes else ["16 bits"]
+        exceptions += ["mixed dtypes"] if self.mixed and has_16_bits else []
+        exceptions += [f"inputs of {self.own_from} or more dimensions"] if self.own_from else []
+        return text + (f", or its own forward for {' and '.join(exceptions)}" if exceptions else "")
 
 
 def _channels_last(x: object) -> object:

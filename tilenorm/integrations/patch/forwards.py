@@ -58,9 +58,9 @@ def forward_of(cls: type[nn.Module], patched: type[nn.Module], form: Form | None
         for number in sorted(dict(form.calls)):
             call = _Plain(cls, form, number)
             tensors = [f"isinstance({t} := args[{i}], Tensor)" for i, t in enumerate(call.tensors)]
-            given = ["type(self) is patched", f"len(args) == {number}", "not kwargs", *tensors]
-            given += [] if form.autocasts else [NO_AUTOCAST]
-            plain += call.source(given, call.result())
+            conditions = ["type(self) is patched", f"len(args) == {number}", "not kwargs", *tensors]
+            conditions += [] if form.autocasts else [NO_AUTOCAST]
+            plain += call.source(conditions, call.result())
             names |= {"patched": patched, call.dtypes: call.served}
     made: Any = update_wrapper(
         _made(cls, FORWARD.format(plain=plain), names), cls.forward, updated=()
@@ -76,11 +76,13 @@ def sum_of(cls: type[nn.Module], patched: type[nn.Module], form: Form) -> Functi
     plain = ""
     if 1 in dict(form.calls) and _has_any_global_hook is not None:
         call = _Plain(cls, form, 1)
-        given = ["type(self) is patched", "len(terms) == 2", *NO_HOOKS]
-        given += [f"isinstance({t} := terms[{i}], Tensor)" for i, t in enumerate(("x", "residual"))]
-        given += ["x.shape == residual.shape", "x.dtype == residual.dtype"]
-        given += ["x.device == residual.device", NO_AUTOCAST]
-        plain = call.source(given, call.result("add_", "x", "residual") + "[::-1]")
+        conditions = ["type(self) is patched", "len(terms) == 2", *NO_HOOKS]
+        conditions += [
+            f"isinstance({t} := terms[{i}], Tensor)" for i, t in enumerate(("x", "residual"))
+        ]
+        conditions += ["x.shape == residual.shape", "x.dtype == residual.dtype"]
+        conditions += ["x.device == residual.device", NO_AUTOCAST]
+        plain = call.source(conditions, call.result("add_", "x", "residual") + "[::-1]")
         names |= {"patched": patched, call.dtypes: call.served}
     return _made(cls, SUM_AND_NORM.format(plain=plain), names)
 
@@ -93,9 +95,9 @@ def one_pass(
     leave the norm to the caller, with None in its place, where one pass does not compute both.
     """
     form = form_of(norm)
-    found = form.one_pass(norm, terms, by_group) if form else None
-    if found is not None:
-        return found
+    result = form.one_pass(norm, terms, by_group) if form else None
+    if result is not None:
+        return result
     if len(terms) > 1:
         total = terms[0] + terms[1]
         return (total, None) if defers else one_pass(norm, (total,), *by_group)
@@ -148,15 +150,15 @@ class _Plain(NamedTuple):
     @property
     def served(self) -> tuple[tuple[torch.dtype | None, ...], ...]:
         """The dtypes of the tensors and of each parameter that are served and not widened."""
-        found = []
+        combinations = []
         for x, gate, parameter in self.form.dtypes:
             widened = (
                 self.form.promotes and self.form.weight and parameter and promotes(x, parameter)
             )
             if (gate is not None) == (self.number == 2) and not widened:
                 tensors = (x, gate)[: self.number]
-                found.append(tensors + (parameter,) * len(self.parameters))
-        return tuple(sorted(found, key=lambda dtypes: len({*dtypes})))
+                combinations.append(tensors + (parameter,) * len(self.parameters))
+        return tuple(sorted(combinations, key=lambda dtypes: len({*dtypes})))
 
     def source(self, conditions: list[str], result: str) -> str:
         """Returns the result if all conditions hold, and those of a plain call. The form's method
@@ -178,9 +180,9 @@ class _Plain(NamedTuple):
             conditions.append(f"(sizes := {shapes[0]})")
             if form.sizes:
                 conditions.append(f"shape[-{len(form.sizes)} :] == {form.sizes!r}")
-        each = [f"{name}.dtype" for name in (*self.tensors, *self.parameters)]
-        each += [""] if len(each) == 1 else []
-        conditions.append(f"({', '.join(each)}) in {self.dtypes}")
+        dtypes = [f"{name}.dtype" for name in (*self.tensors, *self.parameters)]
+        dtypes += [""] if len(dtypes) == 1 else []
+        conditions.append(f"({', '.join(dtypes)}) in {self.dtypes}")
         if len(self.parameters) == 2:
             conditions.append("weight.device == bias.device")
         return IF.format(conditions="\n        and ".join(conditions), call=result)
@@ -213,9 +215,9 @@ class _Plain(NamedTuple):
         offset = form.offset
         if form.rounds_offset and form.weight:
             weight, offset = f"{weight} + {offset!r}", 0.0
-        given = [*(tensors or self.tensors), "sizes", weight]
-        given += [bias, eps] if form.norm == "layer" else [eps]
-        given += [f"bias={bias}"] if form.norm == "rms" and form.bias else []
+        arguments = [*(tensors or self.tensors), "sizes", weight]
+        arguments += [bias, eps] if form.norm == "layer" else [eps]
+        arguments += [f"bias={bias}"] if form.norm == "rms" and form.bias else []
         options: dict[str, tuple[Any, Any]] = {
             "offset": (offset, 0.0),
             "rounding": (form.rounding, "late"),
@@ -223,8 +225,10 @@ class _Plain(NamedTuple):
         if kind == "gated_":
             options["norm_before_gate"] = form.gate == "after", True
             options["activation"] = form.activation, "silu"
-        given += [f"{name}={value!r}" for name, (value, other) in options.items() if value != other]
-        return f"functional.{kind}{form.norm}_norm({', '.join(given)})"
+        arguments += [
+            f"{name}={value!r}" for name, (value, other) in options.items() if value != other
+        ]
+        return f"functional.{kind}{form.norm}_norm({', '.join(arguments)})"
 
 
 def reads_parameters(cls: type[nn.Module], name: str) -> bool:

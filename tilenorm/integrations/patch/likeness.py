@@ -76,20 +76,20 @@ def _inner(value: Any) -> list | None:
     if kind in (set, frozenset):
         return sorted(value, key=repr) if _PLAIN.issuperset(map(type, value)) else None
     if kind is FunctionType:
-        own = [value.__code__, value.__defaults__, value.__kwdefaults__, id(value.__globals__)]
-        return [*own, vars(value), *map(content_of, value.__closure__ or ())]
+        parts = [value.__code__, value.__defaults__, value.__kwdefaults__, id(value.__globals__)]
+        return [*parts, vars(value), *map(content_of, value.__closure__ or ())]
     if kind is MethodType:
         return [value.__func__, value.__self__]
     if kind is partial:
         return [value.func, value.args, value.keywords, vars(value)]
     if isinstance(value, (Tensor, nn.Module, type)) or not _shows_its_state(kind):
         return None
-    made: Any
+    reduced: Any
     try:
-        made = object.__reduce_ex__(value, 2)
+        reduced = object.__reduce_ex__(value, 2)
     except TypeError:  # what a class in C keeps
         return None
-    _, arguments, state, items, pairs = made
+    _, arguments, state, items, pairs = reduced
     inner = [arguments, state, [*(items or ())], [*(pairs or ())]]
     # Of an object without anything, only itself says which it is.
     return inner if len(arguments) > 1 or any(inner[1:]) else None

@@ -81,8 +81,8 @@ class Report:
         lines = [f"{len(self.patched)} modules patched, {len(self.left)} not patched"]
         for result, names in names_by_result.items():
             others = f", {len(names) - 2} others" if len(names) > 2 else ""
-            last = f" and {names[-1]}" if len(names) > 1 else ""
-            lines.append(f"  {result}: {names[0]}{others}{last}")
+            end = f" and {names[-1]}" if len(names) > 1 else ""
+            lines.append(f"  {result}: {names[0]}{others}{end}")
         return "\n".join(lines)
 
 
@@ -190,7 +190,7 @@ def _recognised(module: nn.Module) -> type[nn.Module]:
 
 
 def _result(
-    module: nn.Module, made: Callable[[], type[nn.Module]], known: Result | None = None
+    module: nn.Module, make: Callable[[], type[nn.Module]], known: Result | None = None
 ) -> Result:
     """What is made for a module, or known of one that is alike; or why the module is left."""
     if "forward" in vars(module) and not calls_of_class(module):
@@ -198,7 +198,7 @@ def _result(
     if known is not None:
         return known
     try:
-        return made()
+        return make()
     except Unrecognised as reason:
         return str(reason)
     except Exception as error:  # a module that cannot be tried must not stop those that can

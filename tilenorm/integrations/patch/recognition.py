@@ -35,7 +35,18 @@ from .trials import (
     sizes_of,
     trials_of,
 )
-from .twin import Refused, Unrecognised, check_branches, parameters_of, random, run, twin_of
+from .twin import (
+    NeedsGPU,
+    Refused,
+    Unrecognised,
+    check_branches,
+    on_device,
+    parameters_of,
+    random,
+    run,
+    twin_of,
+    with_forward,
+)
 from .wide import FEW_ELEMENTS, MANY_ELEMENTS, narrowed, shape_of, widened
 
 HARD_CODED_EPS = (None, 1e-5, 1e-6, 1e-8, 1e-12)
@@ -74,15 +85,24 @@ def _recognised(module: nn.Module) -> Form:
     _check_attributes(module)
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")  # PyTorch warns about mixed dtypes
-        shape = shape_of(module)
-        if math.prod(shape) > FEW_ELEMENTS:
-            try:
-                form = _form_of_any_layout(narrowed(module, shape), arguments, numbers)
-                return widened(form, _turned(module) if form.channels else module, shape)
-            except Unrecognised:
-                if math.prod(shape) > MANY_ELEMENTS:
-                    raise
-        return _form_of_any_layout(module, arguments, numbers)
+        try:
+            return _form_of_any_size(module, arguments, numbers)
+        except NeedsGPU:
+            if not torch.cuda.is_available():
+                raise
+            return _form_of_any_size(on_device(module, "cuda"), arguments, numbers)
+
+
+def _form_of_any_size(module: nn.Module, arguments: tuple[str, ...], numbers: list[int]) -> Form:
+    shape = shape_of(module)
+    if math.prod(shape) > FEW_ELEMENTS:
+        try:
+            form = _form_of_any_layout(narrowed(module, shape), arguments, numbers)
+            return widened(form, _turned(module) if form.channels else module, shape)
+        except Unrecognised:
+            if math.prod(shape) > MANY_ELEMENTS:
+                raise
+    return _form_of_any_layout(module, arguments, numbers)
 
 
 def _form_of_any_layout(module: nn.Module, arguments: tuple[str, ...], numbers: list[int]) -> Form:
@@ -90,7 +110,7 @@ def _form_of_any_layout(module: nn.Module, arguments: tuple[str, ...], numbers: 
     try:
         return _tried(module, arguments, numbers)
     except Refused as reason:
-        if 1 not in numbers:
+        if 1 not in numbers or isinstance(reason, NeedsGPU):
             raise
         try:
             form = _tried(_turned(module), arguments[:1], [1], needs_16_bits=False)
@@ -108,9 +128,7 @@ def _turned(module: nn.Module) -> nn.Module:
     def forward(self, x):
         return cls.forward(self, x.movedim(-1, 1)).movedim(1, -1)
 
-    turned = object.__new__(type(cls)(cls.__name__, (cls,), {"forward": forward}))
-    turned.__dict__ = vars(module)
-    return turned
+    return with_forward(module, forward)
 
 
 def _tried(
@@ -135,16 +153,18 @@ def _arguments(module: nn.Module) -> tuple[tuple[str, ...], list[int]]:
     """The names of the arguments that may be the input and a gate, and how many to try to pass."""
     signature = inspect.signature(type(module).forward)
     _, *parameters = signature.parameters.values()
-    given = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:2]
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][
+        :2
+    ]
     numbers = []
-    for number in range(1, len(given) + 1):
+    for number in range(1, len(positional) + 1):
         with suppress(TypeError):
             signature.bind(None, *[None] * number)
             numbers.append(number)
     if not numbers:
         takes = ", ".join(map(str, parameters))
         raise Unrecognised(f"its forward takes ({takes}), not an input and perhaps a gate")
-    return tuple(p.name if p.kind is p.POSITIONAL_OR_KEYWORD else "" for p in given), numbers
+    return tuple(p.name if p.kind is p.POSITIONAL_OR_KEYWORD else "" for p in positional), numbers
 
 
 def _check_attributes(module: nn.Module) -> None:
@@ -284,25 +304,25 @@ def _form_of_more_dims(module: nn.Module, form: Form, rows: Rows, inputs: list[T
     One run decides for each number of leading sizes up to 8, and then for two far larger ones. If
     the form matches all of them, it serves every number.
     """
-    twin, own = twin_of(module, torch.float32), []
+    twin, refused = twin_of(module, torch.float32), []
     x = inputs[0].reshape(-1, len(SCALES), *rows.tail)
     for number in dict(form.calls):
-        given = [x, random(x.shape, torch.float32, 1)][:number]
+        tensors = [x, random(x.shape, torch.float32, 1)][:number]
         for leading in (*MORE_LEADING, *FAR_LEADING):
             shape, dims = (len(x), *(1,) * (leading - 2), len(SCALES)), leading + len(rows.tail)
-            shaped = [t.reshape(*shape, *rows.tail) for t in given]
+            shaped = [t.reshape(*shape, *rows.tail) for t in tensors]
             try:
                 fits = Trial("", (), twin, shaped, run(twin, *shaped)).fits(form)
             except Refused:
                 break
             if not fits:
-                own.append(max(form.dims_of(number)) + 1)
+                refused.append(max(form.dims_of(number)) + 1)
                 break
             if leading in MORE_LEADING:
                 form = replace(form, calls=(*form.calls, (number, dims)))
         else:
             form = replace(form, beyond=(*form.beyond, number))
-    return replace(form, own_from=min(own, default=None))
+    return replace(form, own_from=min(refused, default=None))
 
 
 def _follows_autocast(module: nn.Module, inputs: list[Tensor]) -> bool:

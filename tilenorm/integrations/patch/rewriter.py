@@ -27,7 +27,7 @@ class Rewriter(ast.NodeTransformer):
         self, this: str, norms: tuple[str, ...], functions: dict[str, Any], cls: type[nn.Module]
     ):
         self.this, self.norms, self.functions, self.cls = this, norms, functions, cls
-        self.found: list[str] = []
+        self.names: list[str] = []
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         super().generic_visit(node)
@@ -51,7 +51,7 @@ class Rewriter(ast.NodeTransformer):
 
     def _normed(self, node: ast.expr, norm: Any, terms: list, by_group: list) -> Any:
         """In the place of a node: the norm alone of what one pass makes."""
-        self.found.append(norm.attr)
+        self.names.append(norm.attr)
         both = self._call(ONE_PASS, norm, ast.Tuple(terms, ast.Load()), *by_group)
         if len(terms) > 1 and self.assigns:
             both.args[0] = ast.Name(NORM, ast.Load())

@@ -54,12 +54,12 @@ def rotated(
     """Queries and keys (B, H, S, D), normalised and then rotated by `apply`; in one pass where that
     gives the same shapes and dtypes. place: of PLACES. casts: as that of casts_back.
     """
-    spans_token, found, other = "view" in place, None, None
+    spans_token, of_q, of_k = "view" in place, None, None
     if _fit(q, k, cos, sin, casts):
-        found, other = (_norm_of_heads(*of, spans_token) for of in ((q_norm, q), (k_norm, k)))
-    if found is None or other is None or found[1:] != other[1:]:
+        of_q, of_k = (_norm_of_heads(*of, spans_token) for of in ((q_norm, q), (k_norm, k)))
+    if of_q is None or of_k is None or of_q[1:] != of_k[1:]:
         return apply(_norm_at(q_norm, q, place), _norm_at(k_norm, k, place), cos, sin)
-    weight, has_weight, offset, rounding, eps = found
+    weight, has_weight, offset, rounding, eps = of_q
     # In 16 bits, no rounding of the op is that of a norm that rounds once, behind the weight.
     once = rounding == "late" and has_weight and q.dtype.itemsize == 2
     return functional_rotated.rms_norm_rope(
@@ -70,7 +70,7 @@ def rotated(
         weight,
         eps,
         key=k,
-        key_weight=other[0],
+        key_weight=of_k[0],
         heads_first=True,
         offset=offset,
         rounding="late" if once or widens(q, cos) else "early",

@@ -219,7 +219,7 @@ class Sums(Rewriter):
         """The norm that is called behind a sum, or None."""
         none = ast.Constant(None)
         if way.norm is not None:
-            self.found.append(way.norm.attr)
+            self.names.append(way.norm.attr)
             return way.norm
         if way.test is None:
             return none

@@ -9,6 +9,7 @@ run of fake tensors with symbolic sizes must not branch on sizes or values.
 import gc
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from traceback import walk_tb
 from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, ModuleType
@@ -40,6 +41,10 @@ class Refused(Unrecognised):
     """The forward does not take an input, or does not return a tensor of its shape."""
 
 
+class NeedsGPU(Refused):
+    """The forward takes no tensors on the CPU."""
+
+
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in module._parameters.items() if p is not None}
 
@@ -56,6 +61,30 @@ def twin_of(module: nn.Module, dtype: torch.dtype, training: bool = True) -> nn.
     # A forward may change containers: tree_map copies them. Other objects are shared.
     twin.__dict__ = tree_map(lambda v: v.copy() if type(v) is set else v, attributes) | replaced
     return twin
+
+
+def with_forward(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
+    """A module of the same state and a subclass with another forward."""
+    cls: Any = type(module)
+    other = object.__new__(type(cls)(cls.__name__, (cls,), {"forward": forward}))
+    other.__dict__ = vars(module)
+    return other
+
+
+def on_device(module: nn.Module, device: str) -> nn.Module:
+    """A module of the same state that takes and gives tensors on the CPU, and whose forward runs on
+    another device.
+    """
+    cls: Any = type(module)
+
+    def forward(self, *inputs):
+        moved = object.__new__(cls)
+        parameters = {name: p.to(device) for name, p in parameters_of(self).items()}
+        moved.__dict__ = vars(self) | {"_parameters": self._parameters | parameters}
+        y = cls.forward(moved, *[t.to(device) for t in inputs])
+        return y.cpu() if isinstance(y, Tensor) else y
+
+    return with_forward(module, forward)
 
 
 def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
@@ -76,9 +105,8 @@ def run(twin: nn.Module, *inputs: Tensor) -> Tensor:
         y = type(twin).forward(twin, *inputs)
     except Exception as error:
         if _needs_a_gpu(error):
-            raise Refused(
-                "its forward runs on GPUs alone, and patch tries it on the CPU"
-            ) from error
+            text = "its forward does not run on the CPU, and patch has found no GPU that runs it"
+            raise NeedsGPU(text) from error
         raise Refused(f"its forward raised {place_of(error)}") from error
     finally:
         sys.setprofile(None)

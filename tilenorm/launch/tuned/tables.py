@@ -45,18 +45,18 @@ def _tables(tables: dict, decoded: Callable[[list], tuple]) -> dict[tuple[str, i
     return {(op, int(size)): tuple(map(decoded, rows)) for (op, size), rows in named}
 
 
-def _over(shared: Table, own: Table) -> Table:
+def _over(shared: Table, of_machine: Table) -> Table:
     """The table of a machine: its own rows replace those for the same size of an architecture's."""
     return shared._replace(
-        forward=_rows_over(shared.forward, own.forward),
-        backward=_rows_over(shared.backward, own.backward),
-        versions=own.versions,
+        forward=_rows_over(shared.forward, of_machine.forward),
+        backward=_rows_over(shared.backward, of_machine.backward),
+        versions=of_machine.versions,
     )
 
 
-def _rows_over(shared: dict, own: dict) -> dict:
-    found = {key: dict(shared.get(key, ())) | dict(rows) for key, rows in own.items()}
-    return shared | {key: tuple(sorted(rows.items())) for key, rows in found.items()}
+def _rows_over(shared: dict, of_machine: dict) -> dict:
+    merged = {key: dict(shared.get(key, ())) | dict(rows) for key, rows in of_machine.items()}
+    return shared | {key: tuple(sorted(rows.items())) for key, rows in merged.items()}
 
 
 _FILES = Path(__file__).parent.glob("*.json")

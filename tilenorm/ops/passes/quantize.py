@@ -44,7 +44,7 @@ class QuantizedNorm(NamedTuple):
 
 
 def quantize(
-    spec: NormSpec, y: Tensor, given: Tensor | None = None
+    spec: NormSpec, y: Tensor, given_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """q, the scales unless the caller gives one, and the largest magnitude if it is asked for."""
     how, most = spec.quantized, FP8[spec.quantized.dtype]
@@ -52,8 +52,8 @@ def quantize(
     groups = how.groups(spec.hidden) or 1
     v = y.detach().reshape(rows, groups, spec.hidden // groups).float()
     scale = None
-    if given is not None:
-        factor = torch.ones_like(given) / given
+    if given_scale is not None:
+        factor = torch.ones_like(given_scale) / given_scale
     else:
         peak = v.abs().amax(-1, keepdim=True)
         factor, scale = (_mx if how.scaling == "mx" else _factor)(how, peak)
@@ -70,11 +70,11 @@ def quantize(
     return q, scale, amax
 
 
-def with_codes(spec: NormSpec, found: dict, given: Tensor | None) -> dict:
+def with_codes(spec: NormSpec, results: dict, given_scale: Tensor | None) -> dict:
     """The results of a norm by their roles, with those of quantize. given: the caller's scale."""
-    q, scale, amax = quantize(spec, found["y"], given)
-    y = found["y"] if spec.quantized.output else None
-    return found | {"q": q, "scale": scale, "amax": amax, "y": y}
+    q, scale, amax = quantize(spec, results["y"], given_scale)
+    y = results["y"] if spec.quantized.output else None
+    return results | {"q": q, "scale": scale, "amax": amax, "y": y}
 
 
 def _factor(how: Quantization, peak: Tensor) -> tuple[Tensor, Tensor]:

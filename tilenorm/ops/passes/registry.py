@@ -156,8 +156,8 @@ def record_failure(name: str, spec: NormSpec, device: Device, error: CompileErro
 
 def failure(name: str, spec: NormSpec, device: Device) -> str | None:
     """Why an implementation could not serve a spec, or None."""
-    found = failures()
-    return found.get((name, None, device)) or found.get((name, spec, device))
+    known = failures()
+    return known.get((name, None, device)) or known.get((name, spec, device))
 
 
 def refusals(spec: NormSpec, rows: int, device: Device) -> dict[str, str | None]:
@@ -177,13 +177,13 @@ def select(spec: NormSpec, rows: int, device: Device, backend: str | None) -> Im
     elif backend is not None:
         check_backend(spec.op, backend)
     known = {i.name: i for i in REGISTRY}
-    found = refusals(spec, rows, device)
+    reasons = refusals(spec, rows, device)
     if backend is not None:
-        if reason := found[backend]:
+        if reason := reasons[backend]:
             raise RuntimeError(f"{spec.op}: backend {backend!r} was asked for, but {reason}")
         return known[backend]
-    chosen = next(name for name, reason in found.items() if reason is None)
-    for name, reason in found.items():
+    chosen = next(name for name, reason in reasons.items() if reason is None)
+    for name, reason in reasons.items():
         if name == chosen:
             break
         message, thread = f"tilenorm: {chosen} runs instead of {name}: {reason}", object()

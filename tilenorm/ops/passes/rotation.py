@@ -28,12 +28,12 @@ class Turns(NamedTuple):
     def of(
         cls, how: Rotation, cos: Tensor, sin: Tensor, positions: Tensor | None, dtype: torch.dtype
     ) -> "Turns":
-        found: list[Tensor] = []
+        tables: list[Tensor] = []
         for table in (cos, sin):
             table = table if positions is None else table[positions]
             table = table.to(dtype).unsqueeze(-2)
-            found += _pairs_of(how, table) if how.full else (table, table)
-        return cls(*found)
+            tables += _pairs_of(how, table) if how.full else (table, table)
+        return cls(*tables)
 
 
 def check_positions(positions: Tensor, table: Tensor) -> None:

@@ -67,19 +67,19 @@ class Plain:
 
     def takes(self, tensors: Sequence[Tensor | None]) -> bool:
         """Whether the tensors that are there are plain."""
-        given = []
+        present = []
         for tensor in tensors:
             if tensor is not None:
-                given.append(tensor)  # a comprehension takes longer
+                present.append(tensor)  # a comprehension takes longer
         for check in self._checks:
-            if check(*given):
+            if check(*present):
                 return not modes() and forward_mode._current_level < 0
-        if not is_plain(*given):
+        if not is_plain(*present):
             return False
         if TensorGuards is not None:
-            free = [[None] * t.dim() for t in given]
-            guards = TensorGuards(*given, dynamic_dims_sizes=free, dynamic_dims_strides=free)
-            if guards.check(*given):  # not where a tensor is given twice
+            free = [[None] * t.dim() for t in present]
+            guards = TensorGuards(*present, dynamic_dims_sizes=free, dynamic_dims_strides=free)
+            if guards.check(*present):  # not where a tensor is given twice
                 self._checks.insert(0, guards.check)
                 del self._checks[MOST_GUARDS:]
         return True

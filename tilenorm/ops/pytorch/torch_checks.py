@@ -56,9 +56,10 @@ def views(reinterpret) -> bool:
 
 def allocates_on_cuda(empty) -> bool:
     """A tensor of a shape, strides and a dtype on the current CUDA device."""
-    made = empty(SHAPE, STRIDES, torch.float64)
-    there = made.device == torch.device("cuda", torch.cuda.current_device())
-    return there and made.shape == SHAPE and made.stride() == STRIDES and made.dtype.itemsize == 8
+    tensor = empty(SHAPE, STRIDES, torch.float64)
+    on_current = tensor.device == torch.device("cuda", torch.cuda.current_device())
+    is_so_laid_out = tensor.shape == SHAPE and tensor.stride() == STRIDES
+    return on_current and is_so_laid_out and tensor.dtype.itemsize == 8
 
 
 def tells_stream(current_stream) -> bool:
@@ -79,10 +80,10 @@ def counts_modes(modes) -> bool:
 
 def bits_of(Keys, Key, *names: str) -> int:
     """The bits of dispatch keys."""
-    found = 0
+    keys = 0
     for name in names:
-        found |= Keys(getattr(Key, name)).raw_repr()
-    return found
+        keys |= Keys(getattr(Key, name)).raw_repr()
+    return keys
 
 
 def tells_keys(keys_of, thread_keys, Keys, Key) -> bool:

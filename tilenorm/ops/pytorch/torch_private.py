@@ -177,8 +177,8 @@ def in_forward_mode(tensors: Sequence[Tensor | None]) -> bool:
     """Whether forward-mode derivatives may be asked for. True says so of no tensor alone."""
     if _forward_mode:
         return forward_mode._current_level >= 0
-    given = [t for t in tensors if t is not None]
-    return any(forward_ad.unpack_dual(t).tangent is not None for t in given)
+    present = [t for t in tensors if t is not None]
+    return any(forward_ad.unpack_dual(t).tangent is not None for t in present)
 
 
 def fast_apply(function):

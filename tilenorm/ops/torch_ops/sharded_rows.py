@@ -61,13 +61,13 @@ def of_sharded_rows(
         if tensor is not None and not hasattr(tensor, "placements"):
             raise wrong(op.name, port.argument, "a DTensor, as the input is one", "a Tensor")
     _select(op, tensors, options, backend)
-    found = op.named(tensors)
-    for stage, own in zip(op.stages, eps, strict=True):
+    values = op.named(tensors)
+    for stage, stage_eps in zip(op.stages, eps, strict=True):
         row = OPS[stage.op]
-        given = {role: found.get(stage.ports.get(role, "")) for role in row.roles}
-        y, total = normalize(row, given, How(options_of(row, options), dims, own))
-        found |= {stage.ports["y"]: y, stage.ports.get("sum", ""): total}
-    return tuple([found.get(port.name) for port in op.makes[: op.shown]])
+        inputs = {role: values.get(stage.ports.get(role, "")) for role in row.roles}
+        y, total = normalize(row, inputs, How(options_of(row, options), dims, stage_eps))
+        values |= {stage.ports["y"]: y, stage.ports.get("sum", ""): total}
+    return tuple([values.get(port.name) for port in op.makes[: op.shown]])
 
 
 def _select(op: Op, tensors: tuple, options: tuple, backend: str | None) -> None:
@@ -85,28 +85,28 @@ def _selected(name: str, options: tuple, dtypes, heads, device, backend: str | N
     select_reference(name, specs, device_of(device.type, device.index), backend, SHARDED)
 
 
-def normalize(op: Op, given: dict[str, Any], how: How) -> tuple[Tensor, Tensor | None]:
+def normalize(op: Op, inputs: dict[str, Any], how: How) -> tuple[Tensor, Tensor | None]:
     """The norm, and the sum with the residual if there is one.
 
     given: the tensors of the norm by their roles. A tensor that is placed otherwise than x is moved
     to where x is. DTensor's own operations mask and scale the input, and add an addend and a skip.
     """
-    x = given["x"]
+    x = inputs["x"]
     at = _rows_placed(x)
     for port in op.takes:
-        tensor = given[port.role]
+        tensor = inputs[port.role]
         if tensor is not None:
             placements = _along(tensor, x, at) if port.parameter else at
-            given[port.role] = _moved(tensor, placements)
-    factors = [given.get(port.role) for port in BRANCH_PORTS]
-    given["x"] = reference.branched(how.options, given["x"], *factors)
-    x, addend = given["x"], given.get("addend")
+            inputs[port.role] = _moved(tensor, placements)
+    factors = [inputs.get(port.role) for port in BRANCH_PORTS]
+    inputs["x"] = reference.branched(how.options, inputs["x"], *factors)
+    x, addend = inputs["x"], inputs.get("addend")
     if addend is not None:  # x + addend is rounded to the addend's dtype, and has x's
         if addend.dtype.itemsize > x.dtype.itemsize:
             takes = f"the input's dtype {x.dtype} where rows are cut"
             raise wrong(op.name, "residual[0]", takes, addend.dtype)
-        given["x"] = reference.sum_of(x, addend).to(x.dtype)
-    tensors, skip = tuple(given.get(role) for role in ROLES), given.get("skip")
+        inputs["x"] = reference.sum_of(x, addend).to(x.dtype)
+    tensors, skip = tuple(inputs.get(role) for role in ROLES), inputs.get("skip")
     recorded = needs_grad(*tensors)
     y, total = ShardedNorm.apply(how, *tensors) if recorded else forward(how, *tensors)[:2]
     return (y if skip is None else reference.sum_of(y, skip)), total
@@ -128,19 +128,19 @@ class ShardedNorm(Function):
         saved: dict[str, Any] = dict(zip(reference.ROLES, ctx.saved_tensors, strict=True))
         dtypes = dict(zip(ROLES, ctx.dtypes, strict=True))
         asked = [role for role, need in zip(ROLES, asked_of(ctx)[1:], strict=True) if need]
-        found: dict[str, Any] = {}
+        by_role: dict[str, Any] = {}
         dy, dsum = (g if g is None else _moved(g, saved["x"].placements) for g in (dy, dsum))
         if dy is None:
             # DTensor takes no None for the gradient of a parameter that it has moved to its place.
-            found = {role: torch.zeros_like(saved[role]) for role in asked if role in PARAMETERS}
+            by_role = {role: torch.zeros_like(saved[role]) for role in asked if role in PARAMETERS}
             if dsum is not None:  # copies, because dsum is the caller's
                 of_sum = [role for role in asked if role in ("x", "residual")]
-                found |= {role: dsum.to(dtypes[role], copy=True) for role in of_sum}
+                by_role |= {role: dsum.to(dtypes[role], copy=True) for role in of_sum}
         elif asked and needs_grad(dy, dsum, *[saved[role] for role in reference.ROLES[:4]]):
-            found = differentiable(ctx.how, asked, dtypes, dy, dsum, saved)
+            by_role = differentiable(ctx.how, asked, dtypes, dy, dsum, saved)
         elif asked:  # y.backward(inputs=[y]) runs y's own node, and asks for nothing
-            found = gradients(ctx.how, asked, dtypes, dy, dsum, saved)
-        return None, *[found.get(role) if role in asked else None for role in ROLES]
+            by_role = gradients(ctx.how, asked, dtypes, dy, dsum, saved)
+        return None, *[by_role.get(role) if role in asked else None for role in ROLES]
 
 
 def forward(how: How, x, residual, gate, weight, bias) -> tuple[Any, ...]:
@@ -175,12 +175,12 @@ def statistics(how: How, x: Any, u: Tensor) -> tuple[Sequence[Tensor], Tensor]:
         (square,) = _means(how, x, u.square().sum(-1, keepdim=True))
         return (), torch.rsqrt(square + how.eps)
     count = u.shape[-1]
-    own = u.sum(-1, keepdim=True) / max(count, 1)  # a process may have no columns
-    u = u - own
+    local = u.sum(-1, keepdim=True) / max(count, 1)  # a process may have no columns
+    u = u - local
     rest = u.sum(-1, keepdim=True) / max(count, 1)
     squares = (u - rest).square().sum(-1, keepdim=True)
-    (mean,) = _means(how, x, (own + rest) * count)
-    apart = (own - mean) + rest
+    (mean,) = _means(how, x, (local + rest) * count)
+    apart = (local - mean) + rest
     correction, square = _means(how, x, apart * count, squares + apart.square() * count)
     return (mean, correction), torch.rsqrt(square - correction.square() + how.eps)
 
@@ -209,14 +209,14 @@ def gradients(how: How, asked: Sequence[str], dtypes: dict, dy, dsum, saved: dic
     after = z is not None and not first
     u = rows * act(options, z) if first else rows
     x_hat = (u if mean is None else u - mean) * rstd
-    found: dict[str, Any] = {}
+    by_role: dict[str, Any] = {}
     if after and "gate" in asked:
-        found["gate"] = g * affine(how, x_hat, weight, bias, dtype) * slope(options, z)
+        by_role["gate"] = g * affine(how, x_hat, weight, bias, dtype) * slope(options, z)
     g = g * act(options, z) if after else g
     if "weight" in asked:
-        found["weight"] = _sum_of_rows(g * x_hat, x, weight)
+        by_role["weight"] = _sum_of_rows(g * x_hat, x, weight)
     if "bias" in asked:
-        found["bias"] = _sum_of_rows(g.to(dtype), x, bias)
+        by_role["bias"] = _sum_of_rows(g.to(dtype), x, bias)
     if {"x", "residual", *["gate"] * first} & {*asked}:
         g = g if weight is None else g * scale(options, _parameter(how, weight), dtype)
         sums = [(g * x_hat).sum(-1, keepdim=True)]
@@ -225,11 +225,11 @@ def gradients(how: How, asked: Sequence[str], dtypes: dict, dy, dsum, saved: dic
         dx = g - x_hat * dot
         dx = (dx - total[0] if total else dx) * rstd
         if first:
-            found["gate"] = dx * rows * slope(options, z)
+            by_role["gate"] = dx * rows * slope(options, z)
             dx = dx * act(options, z)
-        found["x"] = found["residual"] = dx if dsum is None else dx + _columns(dsum, lead)
-    rounded = {role: found[role].to(dtypes[role]) for role in asked if role not in PARAMETERS}
-    return found | {role: _placed(t, x, x.placements) for role, t in rounded.items()}
+        by_role["x"] = by_role["residual"] = dx if dsum is None else dx + _columns(dsum, lead)
+    rounded = {role: by_role[role].to(dtypes[role]) for role in asked if role not in PARAMETERS}
+    return by_role | {role: _placed(t, x, x.placements) for role, t in rounded.items()}
 
 
 def differentiable(how: How, asked: Sequence[str], dtypes: dict, dy, dsum, saved: dict) -> dict:
@@ -268,8 +268,8 @@ def _means(how: How, x: Any, *sums: Tensor) -> Sequence[Tensor]:
     together = [Replicate() if p.is_partial() else p for p in apart]
     shape = (*x.shape[:lead], len(sums))
     placed = {"shape": shape, "stride": contiguous_strides_of(shape)}
-    found = DTensor.from_local(part, x.device_mesh, apart, **placed)
-    return found.redistribute(placements=together).to_local().split(1, -1)
+    whole = DTensor.from_local(part, x.device_mesh, apart, **placed)
+    return whole.redistribute(placements=together).to_local().split(1, -1)
 
 
 def _sum_of_rows(rows: Tensor, x: Any, parameter: Any) -> Tensor:
@@ -281,7 +281,10 @@ def _sum_of_rows(rows: Tensor, x: Any, parameter: Any) -> Tensor:
     before = range(x.dim() - parameter.dim())  # dimensions of x that the parameter lacks
     sums = rows.sum(tuple(before)) if before else rows
     both = zip(parameter.placements, x.placements, strict=True)
-    placements = [own if own.is_shard() or p.is_replicate() else Partial() for own, p in both]
+    placements = [
+        placement if placement.is_shard() or p.is_replicate() else Partial()
+        for placement, p in both
+    ]
     return _placed(sums.to(parameter.dtype), parameter, placements)
 
 
@@ -306,14 +309,14 @@ def _rows_placed(x: Any) -> list:
     """
     from torch.distributed.tensor import Replicate, Shard
 
-    found, parts = [], [1] * x.dim()
+    shards, parts = [], [1] * x.dim()
     for i, p in enumerate(x.placements):
         if type(p) is Shard and parts[p.dim] * x.device_mesh.size(i) <= x.shape[p.dim]:
             parts[p.dim] *= x.device_mesh.size(i)
-            found.append(p)
+            shards.append(p)
         else:
-            found.append(Replicate())
-    return found
+            shards.append(Replicate())
+    return shards
 
 
 def _along(parameter: Tensor, x: Tensor, placements: list) -> list:

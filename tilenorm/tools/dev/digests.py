@@ -66,28 +66,30 @@ class Case(NamedTuple):
 
 def cases(arch: str) -> list[Case]:
     """Cases for every configuration of an architecture's table or rules, and for spec variants."""
-    target, found = Target.of(arch), []
+    target, selected = Target.of(arch), []
     for spec in _specs(arch, "forward"):
         for save in (False, True):
             plan = plan_forward(spec, target, save)
             if plan.save == save:
                 batches = (LARGE, SMALL) if plan.fetches else (LARGE,)
-                found += [Case(spec, target, rows * token_rows(spec), save) for rows in batches]
+                selected += [Case(spec, target, rows * token_rows(spec), save) for rows in batches]
     for spec in _specs(arch, "backward"):
         if spec.quantized or spec.inner:
             continue  # those of the norms themselves
         every = every_gradient(spec)
-        found.append(Case(spec, target, LARGE * token_rows(spec), needs=every))
+        selected.append(Case(spec, target, LARGE * token_rows(spec), needs=every))
         if arch in TABLES and spec.hidden in (37, 1024) and not spec.heads:
             for name in ("dx", "dw", "db", "dresidual", "dgate"):
                 if getattr(every, name):
-                    found.append(Case(spec, target, LARGE, needs=every._replace(**{name: False})))
+                    selected.append(
+                        Case(spec, target, LARGE, needs=every._replace(**{name: False}))
+                    )
     for hidden, (terms, output) in product(SEVERAL_SIZES if arch in TABLES else (), SEVERAL):
         for op in ("rms_norm", "add_rms_norm", "layer_norm"):
             spec = spec_of(op, hidden, "bfloat16")
             needs = every_gradient(spec)._replace(terms=terms, output=output)
-            found.append(Case(spec, target, LARGE, needs=needs))
-    return found
+            selected.append(Case(spec, target, LARGE, needs=needs))
+    return selected
 
 
 def digests(arch: str, processes: int | None = None) -> Iterator[str]:
@@ -123,19 +125,19 @@ def spec_of(op: str, hidden: int, dtype: str, **fields) -> NormSpec:
 
 
 def _specs(arch: str, direction: str) -> list[NormSpec]:
-    found: list[NormSpec] = []
+    specs: list[NormSpec] = []
     table = getattr(TABLES[arch], direction) if arch in TABLES else None
     for dtype, op in product(DTYPES, OPERATIONS):
         sizes = RULE_SIZES if dtype == "bfloat16" or op in ("rms_norm", "layer_norm") else ()
         if table is not None:
             sizes = [n for n, _ in table.get((op, ITEM_BYTES[dtype]), ())]
             sizes += PART_SIZES[dtype]
-        found += [spec_of(op, hidden, dtype) for hidden in sizes]
+        specs += [spec_of(op, hidden, dtype) for hidden in sizes]
     for (op, size), rows in (table or {}).items():
         if op not in OPERATIONS:
             dtype = next(name for name in DTYPES if ITEM_BYTES[name] == size)
-            found += [spec_of(op, hidden, dtype) for hidden, config in rows if config]
-    return list(dict.fromkeys([*found, *(_variants() if table is not None else ())]))
+            specs += [spec_of(op, hidden, dtype) for hidden, config in rows if config]
+    return list(dict.fromkeys([*specs, *(_variants() if table is not None else ())]))
 
 
 def rotations(dtype: str) -> Iterator[NormSpec]:

@@ -37,11 +37,11 @@ def render(entries: Iterable[Entry], arch: str) -> str:
 
 def _text(tables: dict[str, list]) -> str:
     """Tables with a line a row."""
-    each = []
+    texts = []
     for name, rows in tables.items():
         lines = ",\n".join(f"   {json.dumps(row, ensure_ascii=False)}" for row in rows)
-        each.append(f"\n  {json.dumps(name)}: [\n{lines}\n  ]")
-    return ",".join(each) + "\n " * bool(each)
+        texts.append(f"\n  {json.dumps(name)}: [\n{lines}\n  ]")
+    return ",".join(texts) + "\n " * bool(texts)
 
 
 def _rows(entries: list[Entry], arch: str) -> Iterator[list]:

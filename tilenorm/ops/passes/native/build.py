@@ -109,10 +109,10 @@ def options() -> tuple[str, ...]:
     folders = root / "include", root / "include/torch/csrc/api/include", import_of["include"]
     version = tuple(map(int, torch.__version__.split(".")[:2]))
     abi = int(torch.compiled_with_cxx11_abi())
-    found = [*FLAGS, f"-std=c++{20 if version >= (2, 13) else 17}"]
-    found += [f"-D_GLIBCXX_USE_CXX11_ABI={abi}", *(f"-isystem{folder}" for folder in folders)]
-    found += ["-DWITH_CUDA"] * (torch.version.cuda is not None)
-    return tuple(found)
+    flags = [*FLAGS, f"-std=c++{20 if version >= (2, 13) else 17}"]
+    flags += [f"-D_GLIBCXX_USE_CXX11_ABI={abi}", *(f"-isystem{folder}" for folder in folders)]
+    flags += ["-DWITH_CUDA"] * (torch.version.cuda is not None)
+    return tuple(flags)
 
 
 def libraries() -> list[str]:
@@ -176,7 +176,7 @@ def beside(code: str, *arguments: str) -> dict[str, Any]:
     """What subprocess.Popen takes for a process that runs this code, imports what this process
     imports, and sees no GPU. Paths that are relative here are absolute there.
     """
-    paths = [os.path.abspath(str(each)) for each in sys.path]
+    paths = [os.path.abspath(str(folder)) for folder in sys.path]
     started = f"import sys; sys.path[:] = {paths!r}; {code}"
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     environment["TILENORM_CACHE_DIR"] = str(Path(settings().tables).absolute())
@@ -192,33 +192,33 @@ def build(say: Callable[[str], None], aside: bool = False) -> Path:
     """
     if reason := refused():
         raise BuildError(reason)
-    made, start = path(), time.monotonic()
-    if is_there(made):
-        say(f"the extension is there: {made}")
-        return made
-    if reason := missing() or (aside and failure(made)):
+    extension, start = path(), time.monotonic()
+    if is_there(extension):
+        say(f"the extension is there: {extension}")
+        return extension
+    if reason := missing() or (aside and failure(extension)):
         raise BuildError(reason)
     if aside:
         os.nice(10)
     try:
-        made.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(made.with_suffix(".lock")):
-            if not is_there(made):  # another process may have built it in between
+        extension.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(extension.with_suffix(".lock")):
+            if not is_there(extension):  # another process may have built it in between
                 say(f"compiles {SOURCE} for torch {torch.__version__}; it takes about 20 seconds")
-                _compiled(made)
+                _compiled(extension)
     except OSError as error:  # a folder that cannot be written, or a file system without locks
-        raise BuildError(f"{made.parent}: {error}") from error
-    say(f"built and checked in {time.monotonic() - start:.0f} s: {made}")
-    return made
+        raise BuildError(f"{extension.parent}: {error}") from error
+    say(f"built and checked in {time.monotonic() - start:.0f} s: {extension}")
+    return extension
 
 
-def _compiled(made: Path) -> None:
-    """Compile into a folder beside `made`, check there, and put the file in its place whole."""
-    failed = made.with_suffix(".failed")
-    for remains in made.parent.glob(f"{made.stem}-*"):  # of a build that was killed
+def _compiled(extension: Path) -> None:
+    """Compile into a folder beside the extension, check there, and put the file in its place."""
+    failed = extension.with_suffix(".failed")
+    for remains in extension.parent.glob(f"{extension.stem}-*"):  # of a build that was killed
         shutil.rmtree(remains, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=f"{made.stem}-", dir=made.parent) as folder:
-        fresh = Path(folder) / made.name
+    with tempfile.TemporaryDirectory(prefix=f"{extension.stem}-", dir=extension.parent) as folder:
+        fresh = Path(folder) / extension.name
         command = [*compiler(), *options(), str(SOURCE), "-o", str(fresh), *libraries()]
         try:
             _run("it does not compile", MOST_SECONDS, {"args": command})
@@ -227,7 +227,7 @@ def _compiled(made: Path) -> None:
             failed.write_text(f"{compiler_name()}\n{error}\n{error.output}")
             raise
         failed.unlink(missing_ok=True)
-        os.replace(fresh, made)
+        os.replace(fresh, extension)
 
 
 def _run(failing: str, seconds: float, what: dict[str, Any]) -> None:

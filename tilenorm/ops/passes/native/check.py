@@ -49,17 +49,17 @@ def check(extension: Any) -> None:
     start(extension)
     x = torch.linspace(-1, 2, ROWS * HIDDEN).square().view(ROWS, HIDDEN).requires_grad_()
     w, dy = torch.linspace(0.5, 1, HIDDEN, requires_grad=True), torch.cos(3 * x.detach())
-    made = [((ROWS, HIDDEN), (HIDDEN, 1), torch.float32), ((ROWS,), (1,), torch.float32)]
-    repeat = extension.repeat(-1, 0, 2, [], made, [], [], 2, _launch)
+    layouts = [((ROWS, HIDDEN), (HIDDEN, 1), torch.float32), ((ROWS,), (1,), torch.float32)]
+    repeat = extension.repeat(-1, 0, 2, [], layouts, [], [], 2, _launch)
     call = "check", (x, w), (HIDDEN,), EPS, (), None
     if extension.served(*call) is not None:
         raise CheckError("it serves a call that it does not know")
     extension.remember(call, True, True, [True], repeat, [], [0, 1, 3], None, _backward)
     expected = torch.nn.functional.rms_norm(x, (HIDDEN,), w, EPS)
-    found = extension.served(*call)
-    if found is None or len(found) != 1:
+    outputs = extension.served(*call)
+    if outputs is None or len(outputs) != 1:
         raise CheckError("it does not serve a call that it knows")
-    results = [*found, *torch.autograd.grad(found, (x, w), dy)]
+    results = [*outputs, *torch.autograd.grad(outputs, (x, w), dy)]
     others = [expected, *torch.autograd.grad(expected, (x, w), dy)]
     close = partial(torch.allclose, atol=1e-5)  # elements of dx are near 0
     if not all(map(close, results, others)):
