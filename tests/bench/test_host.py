@@ -5,7 +5,6 @@ from itertools import cycle
 from types import ModuleType
 
 import pytest
-import torch
 
 import tilenorm.ops
 from bench import beside, cold, host, provenance, turns
@@ -132,9 +131,3 @@ def test_path_is_what_the_native_module_says(monkeypatch):
     native.describe = lambda: "C++, driver's launches"
     monkeypatch.setitem(sys.modules, native.__name__, native)
     assert provenance.host_path() == "C++, driver's launches"
-
-
-def test_no_operation_of_the_other_work_fails():
-    work = cold.Cold(None, [], [], "cpu")
-    work._other_work()
-    assert len(cold.SMALL.split()) > 24 and torch.isfinite(work.little).all()

@@ -130,19 +130,6 @@ def test_liger_is_asked_for_what_pytorch_computes(liger, name):
     )
 
 
-def test_absent_variant_is_shown_with_its_import_error(monkeypatch, without_gpu, capsys):
-    monkeypatch.setitem(sys.modules, "liger_kernel", None)
-    assert main(["train", "--tiny", "--pair", "eager", "liger"]) == 0
-    assert "eager, liger: absent: ModuleNotFoundError: " in capsys.readouterr().out
-
-
-def test_low_variant_asks_for_less_memory(monkeypatch):
-    asked = []
-    monkeypatch.setattr(tilenorm, "compile", lambda part, **options: asked.append(options))
-    pair.prepared(nn.Identity(), "tilenorm-compile-low", whole=True)
-    assert asked == [{"memory": "low"}]
-
-
 def test_variant_with_a_wrong_gradient_is_not_timed(monkeypatch):
     class QuarterOfTheGradient(nn.RMSNorm):
         def forward(self, x):

@@ -260,6 +260,8 @@ def test_what_is_refused():
     x, w = random(4, N, device=device()), random(N, device=device())
     rows, cut, whole = (placed(x, ONE, [Shard(0)]), placed(x, ONE, [Shard(1)]), placed(w, ONE, [R]))
     narrow = placed(x.bfloat16(), ONE, [Shard(1)])
+    heads = placed(random(4, 6, 4, 16, device=device()), ONE, [Shard(2)])
+    table = placed(random(6, 16, device=device()), ONE, [R])
     tilenorm.rms_norm(x, (N,), w)
     plain = r"got mixed torch\.Tensor and DTensor"
     for context in (torch.no_grad, torch.inference_mode, torch.enable_grad):
@@ -268,6 +270,8 @@ def test_what_is_refused():
             (plain, tilenorm.rms_norm, x, (N,), whole),
             ("'weight' takes a DTensor", tilenorm.rms_norm, cut, (N,), w),
             ("'input' takes no DTensor that is", tilenorm.modulated_rms_norm, cut, (N,), whole),
+            ("'input' takes no DTensor that is", tilenorm.rms_norm_rope, heads, (4, 16))
+            + (table, table),
             ("'residual' takes a DTensor", tilenorm.add_rms_norm, cut, x, (N,)),
             (r"'residual\[0\]' takes a DTensor", tilenorm.add_rms_norm, cut, (x, cut), (N,)),
             (r"'residual\[0\]' takes the input's dtype .* are cut",)

@@ -6,6 +6,7 @@ before the elements that `hidden` counts.
 """
 
 import random
+from itertools import product
 from typing import NamedTuple
 
 import pytest
@@ -14,13 +15,22 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.calls import MASKED, RMS, Form, call, gradients_like, op_arguments, step
+from tests.support.calls import (
+    MASKED,
+    RMS,
+    Form,
+    call,
+    gradients_like,
+    op_arguments,
+    step,
+    tensors_of_op,
+)
 from tests.support.calls import random as numbers
 from tilenorm.ops.torch_ops.decompositions import KINDS
 from tilenorm.ops.torch_ops.sharding import strategies
 from tilenorm.table import BACKWARD, NOT_OF_ROWS, OPS
 
-from .placing import P, R, case, placed
+from .placing import P, R, case, counted, placed
 from .world import NAMES, mesh, on_every_rank
 
 SHARDED = [op for op in OPS.values() if not op.quantized]
@@ -208,6 +218,36 @@ def test_heads_of_rows_that_begin_with_a_size_of_1(weight):
     assert found["output"].placements == found["input"].placements == tuple(heads)
     if weight == Shard(0):
         assert not collectives and found["weight"].placements == (weight,)
+
+
+@pytest.mark.parametrize("op", [op.name for op in SHARDED])
+@on_every_rank
+def test_what_is_cut_alike_takes_no_collective(op):
+    """By samples, or by tokens where no groups divide them: a tensor that has the dimension is cut
+    in it, and others are whole.
+    """
+    name = NAMES[-1]
+    tensors = tensors_of_op(op, D, (4, 8))
+    tensors.pop("addend", None)  # no op takes it and a mask
+    by_group = any(port.dims == "g n" for port in OPS[op].takes)
+    # Positions choose rows of tables, which every rank has then.
+    along = {"... n": (0, 1), "t k d": (0, 1), "g n": (0, None), "t?": (None, 0)}
+    places = {port.name: along.get(port.dims, (None, None)) for port in OPS[op].takes}
+    form = Form(op, MASKED if "dropout_mask" in tensors else {})
+    leaves = [n for n, t in tensors.items() if n in {p.name for p in OPS[op].takes if p.grad}]
+    dys = gradients_like(call(form, tensors))
+    expected = step(form, tensors, dys, asked=leaves)
+    for dims in product((None, 0) if by_group else (None, 0, 1), repeat=mesh(name).ndim):
+
+        def cut(of: tuple, dims=dims) -> list:
+            return [R if d is None or of[d] is None else Shard(of[d]) for d in dims]
+
+        on_mesh = {n: placed(t, name, cut(places[n])) for n, t in tensors.items()}
+        incoming = [placed(dy, name, cut((0, 1))) for dy in dys]
+        found, collectives = counted(step, form, on_mesh, incoming, asked=leaves)
+        assert not collectives, (dims, collectives)
+        for n, result in found.items():
+            assert_alike(result.full_tensor().cpu(), expected[n], f"{n}, {dims}")
 
 
 def placements_of(draw: random.Random, tensor: Tensor, mesh_dims: int, most: int) -> list:
