@@ -138,6 +138,19 @@ def test_layers_of_flux_compute_the_same_as_those_in_diffusers(kind):
         )
 
 
+@pytest.mark.parametrize("name", [n for n, m in MODELS.items() if not m.adaptive])
+def test_token_sees_later_tokens_unless_attention_is_causal(name):
+    model, (given, *labels) = small(name)
+    seen = []
+    model.head.register_forward_hook(lambda head, inputs, output: seen.append(inputs[0]))
+    model(given, *labels)
+    given[:, LENGTH // 2] += 1
+    model(given if labels else given % tiny(MODELS[name]).vocab, *labels)
+    before, after = (x[:, : LENGTH // 2] for x in seen)
+    assert torch.equal(before, after) == MODELS[name].causal
+    assert not torch.equal(seen[0][:, LENGTH // 2 :], seen[1][:, LENGTH // 2 :])
+
+
 def test_weights_are_those_of_a_seed_with_norms_of_one_and_biases_of_zero():
     both = (dict(small("ViT-L")[0].named_parameters()) for _ in range(2))
     for (name, first), again in zip(next(both).items(), next(both).values(), strict=True):

@@ -130,6 +130,13 @@ def test_liger_is_asked_for_what_pytorch_computes(liger, name):
     )
 
 
+def test_low_variant_asks_for_less_memory(monkeypatch):
+    asked = []
+    monkeypatch.setattr(tilenorm, "compile", lambda part, **options: asked.append(options))
+    pair.prepared(nn.Identity(), "tilenorm-compile-low", whole=True)
+    assert asked == [{"memory": "low"}]
+
+
 def test_variant_with_a_wrong_gradient_is_not_timed(monkeypatch):
     class QuarterOfTheGradient(nn.RMSNorm):
         def forward(self, x):

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
 
 import tilenorm
 from tests.support import cases, drawing
@@ -147,6 +148,24 @@ def test_compiled_functions(form, backend):
             assert result.placements == expected[n].placements
             tolerance = {} if backend == "inductor" else {"rtol": 0, "atol": 0}
             torch.testing.assert_close(result.to_local(), expected[n].to_local(), **tolerance)
+
+
+@on_every_rank
+def test_checkpointed():
+    form, rows = GATED_LAYER, [Shard(2)]
+    given = case(form, 4, 3, 32, dtype=torch.bfloat16)
+    tensors = given.placed(ONE, alike(given, rows, [Shard(0)]))
+    incoming = [placed(dy, ONE, rows) for dy in incoming_of(given.tensors)]
+
+    def recomputed(form, leaves):
+        def run(*values):
+            return call(form, dict(zip(leaves, values, strict=True)))
+
+        return checkpoint(run, *leaves.values(), use_reentrant=False)
+
+    expected = step(form, tensors, incoming)
+    for n, result in step(form, tensors, incoming, function=recomputed).items():
+        assert torch.equal(result.to_local(), expected[n].to_local()), n
 
 
 @on_every_rank
