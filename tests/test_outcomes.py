@@ -62,37 +62,42 @@ def test_each_case_has_an_outcome(processes, tmp_path):
 
 HOLD = """
 import sys, time
+from pathlib import Path
 from tests.support import turns
-turns.MOST_SECONDS = float(sys.argv[2])
-with turns.turn(float(sys.argv[1])):
-    print(time.monotonic(), flush=True)
-    time.sleep(float(sys.argv[3]))
-    print(time.monotonic(), flush=True)
+gib, limit, seconds = map(float, sys.argv[1:4])
+folder = Path(sys.argv[4])
+turns.MOST_SECONDS = limit
+with turns.turn(gib):
+    mine = folder / f"{time.monotonic_ns()}"
+    mine.touch()
+    until = time.monotonic() + seconds
+    while len([*folder.iterdir()]) < 2 and time.monotonic() < until:
+        time.sleep(0.01)
+    print(len([*folder.iterdir()]))
+    time.sleep(0.1)
+    mine.unlink()
 """
 
 
-def held(*gib: float, limit: float = 60, seconds: float = 0.7) -> list[subprocess.Popen]:
-    """Processes that each hold a turn for so much memory."""
-    folder = {"CUDA_VISIBLE_DEVICES": f"test {time.monotonic()}", "PYTHONPATH": str(ROOT)}
-    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": folder, "text": True}
-    words = [[str(of), str(limit), str(seconds)] for of in gib]
+def held(folder: Path, *gib: float, limit: float = 60, seconds: float) -> list[subprocess.Popen]:
+    """Processes that each hold a turn for so much memory, until they meet or for some seconds."""
+    environment = {"CUDA_VISIBLE_DEVICES": f"test {time.monotonic()}", "PYTHONPATH": str(ROOT)}
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment, "text": True}
+    words = [[str(of), str(limit), str(seconds), str(folder)] for of in gib]
     return [subprocess.Popen([sys.executable, "-c", HOLD, *of], cwd=ROOT, **how) for of in words]
 
 
 @pytest.mark.parametrize(
     "gib, beside", [((0, 0), True), ((0, 8), True), ((8, 8), False), ((0, 40), False)]
 )
-def test_cases_with_much_memory_take_turns(gib, beside):
-    times = []
-    for process in held(*gib, seconds=4 if beside else 0.7):
+def test_cases_with_much_memory_take_turns(gib, beside, tmp_path):
+    for process in held(tmp_path, *gib, seconds=50 if beside else 1.0):
         out, err = process.communicate()
         assert process.returncode == 0, err
-        times.append([*map(float, out.split())])
-    (_, first), (second, _) = sorted(times)
-    assert (second < first) == beside
+        assert int(out) == (2 if beside else 1)
 
 
-def test_a_case_that_does_not_end_is_ended():
-    [process] = held(0, limit=0.5, seconds=50)
+def test_a_case_that_does_not_end_is_ended(tmp_path):
+    [process] = held(tmp_path, 0, limit=0.5, seconds=50)
     _, err = process.communicate()
     assert process.returncode == 1 and "Timeout" in err

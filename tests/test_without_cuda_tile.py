@@ -80,26 +80,17 @@ with pytest.raises(SystemExit):
 """
 
 
-def without_cuda_tile(code: str) -> tuple[str, str]:
-    """What a process without cuda.tile, and without a GPU, writes to stdout and stderr."""
-    command = [sys.executable, "-c", HIDE + code]
+@pytest.fixture(scope="module")
+def said() -> tuple[str, str]:
+    """What a model and the commands print in a process without cuda.tile, and without a GPU."""
+    command = [sys.executable, "-c", HIDE + MODEL + COMMANDS]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return run.stdout, run.stderr
 
 
-def test_a_model_runs_forward_and_backward():
-    without_cuda_tile(MODEL)
-
-
-@pytest.fixture(scope="module")
-def said() -> tuple[str, str]:
-    """What a call and the commands print."""
-    return without_cuda_tile(COMMANDS)
-
-
-def test_commands_say_that_it_is_missing(said):
+def test_a_model_runs_and_commands_say_that_it_is_missing(said):
     out, err = said
     missing = "cuda-tile is not installed (No module named cuda); on Linux and Windows: pip install"
     assert f"cutile refuses: {missing}" in out  # info

@@ -19,9 +19,9 @@ SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "he
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 32}
 SIZES |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": None}
 SIZES |= {"tie_word_embeddings": False}  # a plan is for models whose weights are not tied yet
-# How many norms each has. Its plan replaces the forward of the q and k norms of the first two,
-# which normalise a rank's own heads; those of OLMo 2 normalise all heads, gathered.
-MODELS = {"Qwen3": 5, "Gemma3": 7, "Olmo2": 5}
+# How many norms each has. The plan of the first replaces the forward of its q and k norms, which
+# normalise a rank's own heads; those of OLMo 2 normalise all heads, gathered.
+MODELS = {"Qwen3": 5, "Olmo2": 5}
 
 
 def model_of(name: str, parallel: bool):
@@ -29,8 +29,7 @@ def model_of(name: str, parallel: bool):
     import transformers
     from transformers.distributed import DistributedConfig
 
-    text = "Text" if name == "Gemma3" else ""
-    config = getattr(transformers, f"{name}{text}Config")(**SIZES)
+    config = getattr(transformers, f"{name}Config")(**SIZES)
     cls = getattr(transformers, f"{name}ForCausalLM")
     torch.manual_seed(0)
     model = cls(config).to(device())

@@ -25,7 +25,6 @@ from .world import NAMES, device, mesh, on_every_rank
 ONE = NAMES[0]
 # Schedules, and the stages that each of two ranks has.
 SCHEDULES = {
-    ScheduleGPipe: {0: (0,), 1: (1,)},
     Schedule1F1B: {0: (0,), 1: (1,)},
     ScheduleInterleavedZeroBubble: {0: (0, 2), 1: (1, 3)},
     ScheduleZBVZeroBubble: {0: (0, 3), 1: (1, 2)},

@@ -15,12 +15,8 @@ from tests.support import cases, drawing
 from tests.support.calls import (
     ADD,
     FAMILY,
-    GATED,
-    LAYER,
-    RMS,
     call,
     incoming_of,
-    leaves_of,
     random,
     step,
 )
@@ -31,19 +27,15 @@ from tilenorm.ops.torch_ops import sharded_rows
 from tilenorm.spec import NormSpec
 from tilenorm.table import BRANCH_PORTS, NORMS, OPS
 
-from .placing import R, alike, case, counted, placed, profiled
-from .world import INDUCTOR, NAMES, device, mesh, on_every_rank, slow_but_first
+from .placing import alike, case, counted, placed, profiled
+from .world import INDUCTOR, NAMES, device, mesh, on_every_rank
 
 ONE = NAMES[0]
 FLAT = [name for name in NAMES if "x" not in name]
-FORMS = RMS, LAYER, ADD, GATED, FAMILY["gated_layer_norm, gate first"]
+GATED_LAYER = FAMILY["gated_layer_norm, gate first"]
 NAME_OF = {"x": "input", "dx": "input", "dw": "weight", "db": "bias"}
 NAME_OF |= {"dresidual": "residual", "dgate": "gate"}
 TENSORS = ("x", "residual", "gate", "weight", "bias")
-
-
-def each(*forms):
-    return pytest.mark.parametrize("form", forms, ids=lambda form: f"{form.op} {form.options}")
 
 
 def columns(tensor, name: str, strided: bool = False) -> DTensor:
@@ -84,7 +76,7 @@ def results(spec: NormSpec, inputs: Inputs, name: str, needs=None, strided: bool
 def test_drawn_rows(op):
     """Within the budget, of any width: a rank may have no columns."""
     rng = Random(op)
-    for seed, dtype in product(range(4), cases.DTYPES):
+    for seed, dtype in product(range(2), cases.DTYPES):
         # Operations of their own join, mask and scale: test_calls.py has these.
         spec = drawing.spec(rng, op, dtype, drawing.hidden(rng, 1500))
         apart = ("addend", "skip", *(port.role for port in BRANCH_PORTS))
@@ -94,17 +86,6 @@ def test_drawn_rows(op):
         if not needs.dsum:
             inputs = replace(inputs, dsum=None)
         check(spec, inputs, results(spec, inputs, name, needs))
-
-
-@pytest.mark.parametrize("name", slow_but_first(FLAT[::-1]))
-@each(*FORMS)
-@on_every_rank
-def test_a_rank_without_columns(name, form):
-    """Of 9 columns, four ranks have 3, 3, 3 and none."""
-    given = case(form, 4, 3, 9)
-    found, _ = given.on(name, alike(given, [Shard(2)], [Shard(0)]), [[Shard(2)]] * given.outputs)
-    given.compare(found, given.alone(), exact=False)
-    assert all(t.placements[0].is_shard() for t in found.values())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -139,39 +120,11 @@ def test_a_row_has_the_same_bits_anywhere(spec):
         assert torch.equal(whole[name][order], some[name]), name
 
 
-@pytest.mark.parametrize("dim", [2, 3])
-@each(*FORMS)
-@on_every_rank
-def test_one_of_two_normalized_dimensions_is_sharded(dim, form):
-    given, rows = case(form, 3, 5, 4, 6, dims=2), [Shard(dim)]
-    placements = alike(given, rows, [Shard(dim - 2)])
-    found, _ = given.on(ONE, placements, [rows] * given.outputs)
-    given.compare(found, given.alone(), exact=False)
-
-
-@each(*FORMS)
-@on_every_rank
-def test_second_derivatives_of_uneven_shards(form):
-    given = case(form, 4, 6, 29, dtype=torch.float64)
-
-    def twice(tensors):
-        leaves = leaves_of(tensors)
-        loss = sum(y.square().sum() for y in call(given.form, leaves))
-        first = torch.autograd.grad(loss, [*leaves.values()], create_graph=True)
-        return torch.autograd.grad(sum(g.square().sum() for g in first), [*leaves.values()])
-
-    expected = twice(given.tensors)
-    for name in FLAT:
-        found = twice(given.placed(name, alike(given, [Shard(2)], [Shard(0)])))
-        for result, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(result.full_tensor(), other)
-
-
 @pytest.mark.parametrize(
     "form, backend",
     [
-        *slow_but_first((form, "aot_eager") for form in (ADD, LAYER, GATED, *FORMS[4:])),
-        *(pytest.param(form, "inductor", marks=INDUCTOR) for form in (ADD, *FORMS[4:])),
+        pytest.param(GATED_LAYER, "aot_eager", marks=pytest.mark.slow),
+        pytest.param(ADD, "inductor", marks=INDUCTOR),
     ],
 )
 @on_every_rank
@@ -181,7 +134,8 @@ def test_compiled_functions(form, backend):
     """
     torch._dynamo.reset()
     run, rows = torch.compile(call, backend=backend, fullgraph=True), [Shard(2)]
-    for count in (4, 7):  # sizes that change become symbols
+    # Sizes that change become symbols. Inductor compiles them long.
+    for count in (4,) if backend == "inductor" else (4, 7):
         given = case(form, count, 6, 32)
         tensors = given.placed(ONE, alike(given, rows, [Shard(0)]))
         incoming = [placed(dy, ONE, rows) for dy in incoming_of(given.tensors)]
@@ -196,10 +150,10 @@ def test_compiled_functions(form, backend):
             torch.testing.assert_close(result.to_local(), expected[n].to_local(), **tolerance)
 
 
-@each(LAYER, GATED)
 @on_every_rank
-def test_checkpointed(form):
-    given, rows = case(form, 4, 3, 32, dtype=torch.bfloat16), [Shard(2)]
+def test_checkpointed():
+    form, rows = GATED_LAYER, [Shard(2)]
+    given = case(form, 4, 3, 32, dtype=torch.bfloat16)
     tensors = given.placed(ONE, alike(given, rows, [Shard(0)]))
     incoming = [placed(dy, ONE, rows) for dy in incoming_of(given.tensors)]
 
@@ -212,17 +166,6 @@ def test_checkpointed(form):
     expected = step(form, tensors, incoming)
     for n, result in step(form, tensors, incoming, function=recomputed).items():
         assert torch.equal(result.to_local(), expected[n].to_local()), n
-
-
-@on_every_rank
-def test_autocast():
-    x, w = random(4, 6, 32, device=device()).bfloat16(), random(32, device=device())
-    with torch.autocast(device(), dtype=torch.bfloat16):
-        expected = tilenorm.layer_norm(x, (32,), w)
-        on = placed(x, ONE, [Shard(2)]), placed(w, ONE, [R])
-        found = tilenorm.layer_norm(on[0], (32,), on[1])
-    assert found.dtype == expected.dtype
-    torch.testing.assert_close(found.full_tensor(), expected)
 
 
 @on_every_rank

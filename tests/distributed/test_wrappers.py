@@ -5,7 +5,6 @@ process, whichever rank has the row.
 """
 
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ import tilenorm
 from tests.support.calls import random
 
 from .placing import counted
-from .world import INDUCTOR, NAMES, device, mesh, on_every_rank, slow_but_first
+from .world import NAMES, NEEDS_COMPILER, device, mesh, on_every_rank, slow_but_first
 
 N = 32
 FLAT = [name for name in NAMES if "x" not in name]
@@ -112,7 +111,10 @@ def compare(found, expected) -> None:
     torch.testing.assert_close(full(gradients), means)
 
 
-@pytest.mark.parametrize("precision, patched", slow_but_first(product(PRECISIONS, [False, True])))
+@pytest.mark.parametrize(
+    "precision, patched",
+    slow_but_first([("float32", False), ("bfloat16", True), ("bfloat16, float32 weights", False)]),
+)
 @on_every_rank
 def test_a_norm_wrapped_alone(precision, patched):
     """The bits of one process and the collectives of PyTorch's norms, resharded or not."""
@@ -157,17 +159,17 @@ def test_activation_checkpointing():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=INDUCTOR)])
+@NEEDS_COMPILER
 @on_every_rank
-def test_compiled_layers(backend):
+def test_compiled_layers():
     """Patched, compiled and then sharded, each by layer: as torchtitan does."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     policy, dtype, seen = PRECISIONS["bfloat16"]
     model, x = block(PYTORCHS), rows_of(dist.get_rank(), dtype)
     tilenorm.patch(model)
-    model.first.compile(backend=backend, fullgraph=True)
-    model.second.compile(backend=backend, fullgraph=True)
+    model.first.compile(fullgraph=True)
+    model.second.compile(fullgraph=True)
     sharded(model, mp_policy=policy)
     compare(trained(model, x), alone(block().to(seen), dtype))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2

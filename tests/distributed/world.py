@@ -50,10 +50,6 @@ def slow_but_first(values: Iterable) -> list:
     return [first, *slow(*others)]
 
 
-# Of all ranks: in two dimensions, and, where there are four ranks and more, in one.
-EACH_MESH = pytest.mark.parametrize("name", slow_but_first(reversed(NAMES[-2:])))
-
-
 def device() -> str:
     """The device type of this process's rank."""
     return "cuda" if TORCHRUN and torch.cuda.is_available() else "cpu"

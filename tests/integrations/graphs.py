@@ -81,6 +81,15 @@ def step(function: Callable, tensors, trained: int | None = None) -> list[Tensor
     return [*(y.detach() for y in outputs), *grads]
 
 
+def trained(module: nn.Module, x: Tensor) -> list[Tensor | None]:
+    """The output of a module, and the gradients of its input and of its parameters."""
+    x = x.detach().requires_grad_()  # keeps the strides
+    y = module(x)
+    leaves = [x, *(p for p in module.parameters() if p.requires_grad)]
+    dy = random(*y.shape, seed=5).to(y)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy, allow_unused=True)]
+
+
 def module_of(function: Callable) -> nn.Module:
     module = nn.Module()
     module.forward = function

@@ -14,6 +14,7 @@ import tilenorm
 
 from . import clients
 from .clients import CLIENTS
+from .graphs import trained
 
 pytestmark = [pytest.mark.slow, pytest.mark.any_torch]
 
@@ -28,14 +29,6 @@ def package(name: str):
 def client(name: str):
     package(CLIENTS[name].module)
     return CLIENTS[name]
-
-
-def step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    x = x.detach().requires_grad_()
-    y = model(x)
-    torch.manual_seed(1)
-    leaves = [x, *(p for p in model.parameters() if p.requires_grad)]
-    return [y, *torch.autograd.grad(y, leaves, torch.randn_like(y), allow_unused=True)]
 
 
 @pytest.mark.parametrize("name", CLIENTS)
@@ -53,10 +46,10 @@ def test_what_is_patched(name):
 @pytest.mark.parametrize("name", [n for n, c in CLIENTS.items() if c.package != "torchtitan"])
 def test_a_patched_model_computes_the_same(name, residual):
     model, x = clients.built(client(name))
-    expected = step(model, x)
+    expected = trained(model, x)
     state = {k: v.clone() for k, v in model.state_dict().items()}
     report = tilenorm.patch(model, residual=residual)
-    for got, want in zip(step(model, x), expected, strict=True):
+    for got, want in zip(trained(model, x), expected, strict=True):
         assert (got is None) == (want is None)
         if got is not None:
             size = max(1.0, want.abs().max().item())
@@ -64,7 +57,7 @@ def test_a_patched_model_computes_the_same(name, residual):
     torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
     if report.patched:
         report.undo()
-    for got, want in zip(step(model, x), expected, strict=True):
+    for got, want in zip(trained(model, x), expected, strict=True):
         assert got is want is None or torch.equal(got, want)
 
 

@@ -103,7 +103,7 @@ def hold(rng: Random) -> bool:
     return isinstance(patched, PatchedModule)
 
 
-@pytest.mark.parametrize("examples", [10, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [8, pytest.param(40, marks=pytest.mark.slow)])
 def test_drawn_classes(examples):
     rng = Random(examples)
     assert examples / 8 < sum(hold(rng) for _ in range(examples)) < examples

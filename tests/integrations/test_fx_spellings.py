@@ -59,13 +59,13 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("examples", [60, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [45, pytest.param(90, marks=pytest.mark.slow)])
 def test_bits_are_kept_for_drawn_casts(examples, dynamo):
     """What a drawn expression does to x̂, a stage after the other, with a cast after some.
 
     Among them are the norms of Llama, Gemma, OLMo 2 and T5.
     """
-    choose = draw.Random(7)
+    choose = draw.Random(examples)
     made = set()
     for _ in range(examples):
         dtype = choose.choice([BF16, F16, F32])

@@ -1,6 +1,5 @@
 """Which norms patch tries once: those that no forward can tell apart."""
 
-import collections
 import functools
 from random import Random
 from types import SimpleNamespace
@@ -68,19 +67,16 @@ class Named(dict):
 # How a value is made that holds another one.
 HOLDERS = {
     "dict": lambda v: {"a": v, "b": 1},
-    "ordered": lambda v: collections.OrderedDict(a=v),
     "derived dict": lambda v: Named(a=v),
     "list": lambda v: [1, v],
     "tuple": lambda v: (v, v),
     "named tuple": lambda v: Pair(1, v),
     "object": lambda v: Config(a=v, b="c"),
-    "namespace": lambda v: Config(inner=Config(a=v)),
     "slots": lambda v: Slots(v, 2),
     "function": closure,
     "default": with_default,
     "attribute": with_attribute,
     "partial": lambda v: functools.partial(closure(0), v),
-    "keyword": lambda v: functools.partial(closure(0), x=v),
     "method": lambda v: Config(a=v).__init__,
 }
 PLAIN = [0, 1, True, 0.0, -0.0, 1.0, float("nan"), "", b"1", None, torch.float32, (), 1j]
@@ -123,15 +119,12 @@ CLASS = type("Norm", (Custom,), {})
 UNLIKE = {
     "another class": (norm(), CLASS()),
     "more attributes": (norm(), norm(a=1)),
-    "another order": (norm(a={1: 1, 2: 2}), norm(a={2: 2, 1: 1})),
     "another key": (norm(a={1: 1}), norm(a={True: 1})),
-    "another name": (norm(a=1), norm(b=1)),
     "another size": (Custom(8), Custom(9)),
     "another dtype of parameters": (Custom(8), Custom(8).to(torch.complex64)),
     "no parameter": (norm(), norm(_parameters={"weight": None})),
     "one object twice": (norm(a=FIRST, b=FIRST), norm(a=FIRST, b=SECOND)),
     "what pickle leaves out": (norm(a=Hides(1)), norm(a=Hides(2))),
-    "objects without attributes": (norm(a=object()), norm(a=object())),
     "generators": (norm(a=torch.Generator()), norm(a=torch.Generator())),
     "tensors": (norm(a=[torch.ones(1)]), norm(a=[torch.ones(1)])),
     "namespaces in C": (norm(a=SimpleNamespace(a=1)), norm(a=SimpleNamespace(a=2))),
@@ -187,7 +180,8 @@ def test_norms_with_functions_are_tried_once(monkeypatch):
     tried, recognise = [], models.recognise
     monkeypatch.setattr(models, "recognise", lambda m: tried.append(m) or recognise(m))
     modules = [norm(init={"weight": closure(i // 8)}) for i in range(16)]
-    assert len(tilenorm.patch(nn.ModuleList(modules)).patched) == 16 and len(tried) == 2
+    modules += [nn.RMSNorm(n) for n in (N, 8, N, 8)]
+    assert len(tilenorm.patch(nn.ModuleList(modules)).patched) == 20 and len(tried) == 4
 
 
 def test_norms_whose_forwards_were_replaced_are_tried_once(monkeypatch):

@@ -1,7 +1,6 @@
 """tilenorm.patch: what a patched module keeps, undo, the report, and errors."""
 
 import inspect
-from functools import partial
 
 import pytest
 import torch
@@ -10,11 +9,13 @@ from torch.func import functional_call
 
 import tilenorm
 from tests.support.calls import random
-from tilenorm.integrations.patch import models
 
 from . import norms
 from .drawn_norms import gated_norm
+from .graphs import trained
 from .norms import N
+
+X = random(5, N)
 
 
 class Block(nn.Module):
@@ -34,17 +35,9 @@ class Block(nn.Module):
         return self.tied(self.last(self.again(self.inner(self.first(x)))))
 
 
-def results(model) -> dict[str, torch.Tensor]:
-    """The output and the gradients."""
-    y = model(random(5, N))
-    named = dict(model.named_parameters())
-    grads = torch.autograd.grad(y, named.values(), random(5, N))
-    return {"output": y, **dict(zip(named, grads, strict=True))}
-
-
 def test_patch_and_undo_keep_modules_parameters_and_attributes():
     model = Block()
-    expected, classes = results(model), [*map(type, model.modules())]
+    expected, classes = trained(model, X), [*map(type, model.modules())]
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     attributes = {name: dict(vars(module)) for name, module in modules.items()}
     text, state = str(model), model.state_dict()
@@ -61,11 +54,11 @@ def test_patch_and_undo_keep_modules_parameters_and_attributes():
     assert list(model.state_dict()) == list(state)
     Block().load_state_dict(model.state_dict())
     assert inspect.signature(model.last.forward) == signature
-    torch.testing.assert_close(results(model), expected)
+    torch.testing.assert_close(trained(model, X), expected)
     report.undo()
     assert {name: vars(module) for name, module in modules.items()} == attributes
     assert [*map(type, model.modules())] == classes
-    torch.testing.assert_close(results(model), expected, rtol=0, atol=0)
+    torch.testing.assert_close(trained(model, X), expected, rtol=0, atol=0)
     tilenorm.patch(model)
 
 
@@ -124,21 +117,8 @@ def test_report_as_text():
         "  BatchNorm1d is not patched (it has other tensors than parameters:"
         " running_mean, running_var, num_batches_tracked): b and c",
     ]
-
-
-def test_report_of_a_model_without_norms():
     report = tilenorm.patch(nn.Linear(N, N), residual=True)
     assert str(report) == "no norm was found" and not report.patched
-
-
-def test_norms_that_are_alike_are_tried_once(monkeypatch):
-    tried, recognise = [], models.recognise
-    monkeypatch.setattr(
-        models, "recognise", lambda module: tried.append(module) or recognise(module)
-    )
-    kinds = [norms.Custom, partial(nn.LayerNorm, N), partial(nn.RMSNorm, N), partial(nn.RMSNorm, 8)]
-    report = tilenorm.patch(nn.ModuleList(make() for make in kinds * 3))
-    assert len(report.patched) == 12 and len(tried) == 4
 
 
 def test_exported():

@@ -145,23 +145,19 @@ def gathered(module):
 CHANGES = [parametrized, with_a_plain_weight, with_a_property, sharded, with_another_parameter]
 CHANGES += [gathered]
 EACH_CHANGE = pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-MAKERS = {
-    "patched": lambda: patched(nn.RMSNorm(N)),
-    "own class": lambda: patched(Custom()),
-    "tilenorm's": lambda: tilenorm.RMSNorm(N),
-}
+MAKERS = (lambda: patched(nn.RMSNorm(N)), lambda: patched(Custom()), lambda: tilenorm.RMSNorm(N))
 
 
 @EACH_CHANGE
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_the_weight_is_the_modules_attribute(make, change):
+def test_the_weight_is_the_modules_attribute(change):
     """Whatever gives the module its weight, the norm is twice as large."""
-    module = make()
-    with torch.no_grad():
-        module.weight.copy_(random(N, seed=1))
-        expected = 2 * module(X)
-        change(module)
-        torch.testing.assert_close(module(X), expected, rtol=1e-6, atol=1e-6)
+    for make in MAKERS:
+        module = make()
+        with torch.no_grad():
+            module.weight.copy_(random(N, seed=1))
+            expected = 2 * module(X)
+            change(module)
+            torch.testing.assert_close(module(X), expected, rtol=1e-6, atol=1e-6)
 
 
 @EACH_CHANGE
@@ -236,7 +232,7 @@ def graphs_of(modules: list[nn.Module]) -> int:
 
     for module in modules:
         module.compile(backend=backend, fullgraph=True)
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=3):
         for module in modules:
             rows = torch.ones(3, module.n)
             for x in (rows, rows.expand(2, 3, module.n)):
@@ -245,18 +241,18 @@ def graphs_of(modules: list[nn.Module]) -> int:
 
 
 def test_each_class_has_its_own_recompilations(dynamo):
-    """TorchDynamo counts them by code object, and gives up after eight."""
-    modules = [norm_class(i)(8 + 2 * i) for i in range(14)]
+    """TorchDynamo counts them by code object, and gives up after a number of them: three here."""
+    modules = [norm_class(i)(8 + 2 * i) for i in range(2)]
     for module in modules:
         patched(module).n, module.takes = module.weight.numel(), 1
-    assert graphs_of(modules) == 28
+    assert graphs_of(modules) == 4
 
 
 def test_each_block_has_its_own_recompilations(dynamo):
-    modules = [type(f"Block{i}", (Sum,), {})(nn.LayerNorm(8)) for i in range(5)]
+    modules = [type(f"Block{i}", (Sum,), {})(nn.LayerNorm(8)) for i in range(2)]
     for module in modules:
         patched(module, residual=True).n, module.takes = 8, 2
-    assert graphs_of(modules) == 10
+    assert graphs_of(modules) == 4
 
 
 def test_tracebacks_show_the_source(monkeypatch):

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from torch.optim.swa_utils import AveragedModel
 
 import tilenorm
-from tests.support.calls import random, through_pickle, through_save
+from tests.support.calls import random, through_save
 from tilenorm.integrations.patch.classes import PatchedModule
 
 from .norms import Custom, N
@@ -86,24 +86,23 @@ def sharded_1(model):
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
 
 
-ORDERS = ["patch wrap copy", "wrap patch copy"]
-# deepcopy keeps functions: the hooks of diffusers in a copy call the original, also without us.
-UNCOPIED = ["patch wrap", "wrap patch"]
 # What makes another model of a model, and when. FSDP1 takes the parameters from the norms: patch
 # would leave those.
 WRAPPERS = {
-    with_lora: ORDERS,
-    offloaded: ORDERS,
-    without_hooks: ORDERS,
-    parametrized: ORDERS,
-    partial(torch.compile, backend="eager"): ORDERS,
-    with_hooks_of_diffusers: UNCOPIED,
-    sharded: UNCOPIED,
-    DistributedDataParallel: UNCOPIED,
+    with_lora: ["patch wrap copy", "wrap patch copy"],
+    offloaded: ["wrap patch copy"],
+    without_hooks: ["patch wrap copy"],
+    parametrized: ["wrap patch copy"],
+    partial(torch.compile, backend="eager"): ["patch wrap copy"],
+    # deepcopy keeps functions: the hooks in a copy call the original, also without us.
+    with_hooks_of_diffusers: ["patch wrap", "wrap patch"],
+    sharded: ["wrap patch"],
+    DistributedDataParallel: ["patch wrap"],
     sharded_1: ["patch wrap"],
     AveragedModel: ["patch wrap"],
+    copy.copy: ["patch wrap"],
+    through_save: ["patch wrap"],
 }
-WRAPPERS |= {make: ["patch wrap"] for make in (copy.copy, through_pickle, through_save)}
 
 
 def classes(model) -> list:
