@@ -1,6 +1,6 @@
 """What a row of the table of ops is: ports, options and stages."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -20,8 +20,8 @@ class Port:
     cast: bool = False  # autocast casts it, as it casts the input of a norm
     shown: str = ""  # the argument of the public function, where it has another name
     # The dtype. Of a number for each row: float64 where a port of these names, separated by spaces,
-    # is float64, else float32. Of another result: that of a port, the option of that name, "scale"
-    # of a quantised norm, or a dtype's name. Of a tensor that is taken: that of a port, or one of
+    # is float64, else float32. Of another result: that of a port, the option of that name (where it
+    # is None, that of the input), "scale" of a quantised norm, or a dtype's name. Of a tensor that is taken: that of a port, or one of
     # these names of dtypes. Without it such a tensor may have any of the dtypes that norms take.
     like: str = ""
     same: str = ""  # the port whose shape it has, if the call has that port
@@ -120,6 +120,10 @@ class Op:
     def named(self, values: Iterable) -> dict[str, Any]:
         """A value for each tensor that is taken, by the names of the ports."""
         return dict(zip([port.name for port in self.takes], values, strict=True))
+
+    def named_options(self, values: Sequence) -> dict[str, Any]:
+        """The value of each option by its name. values: `hidden`, and those of the options."""
+        return dict(zip(self.options, values[1:], strict=True))
 
     def by_role(self, values: Iterable) -> dict[str, Any]:
         """A value for each tensor that is taken, by the roles of the ports."""

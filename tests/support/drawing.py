@@ -4,7 +4,7 @@ import math
 from random import Random
 
 from tilenorm.spec import DIGITS, NormSpec
-from tilenorm.table import MODULATED_NORMS, OPTIONS
+from tilenorm.table import MODULATED_NORMS, OPS, OPTIONS
 
 DTYPES = ("bfloat16", "float16", "float32")
 HEADS = (2, 3, 4, 5, 8)
@@ -46,6 +46,8 @@ def spec(rng: Random, op: str, dtype: str, hidden: int) -> NormSpec:
     if (weight or bias) and rng.randint(0, 5) == 5:
         fields["heads"] = rng.choice(HEADS) if hidden <= WIDEST_OF_HEADS else 2
     fields["rounding"] = rng.choice((*["late"] * 4, "early"))
+    if "out_dtype" in OPS[op].options and rng.randint(0, 3) == 3:
+        fields["out_dtype"] = rng.choice([other for other in DTYPES if other != dtype])
     return NormSpec.of(op, hidden, dtype, **fields)
 
 

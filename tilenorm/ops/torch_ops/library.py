@@ -139,7 +139,7 @@ class Called(NamedTuple):
         if port.like == "scale":
             return SCALE_DTYPES[Quantization(self.option("scaling")).scale_dtype]
         if port.like in self.row.options:
-            return self.option(port.like)
+            return self.option(port.like) or self.x.dtype
         if port.like in named:
             like = named[port.like]
             return (self.x if like is None else like).dtype  # what is absent has one, too
