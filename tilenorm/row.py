@@ -112,10 +112,20 @@ class Op:
     @cached_property
     def arguments(self) -> tuple[str, ...]:
         """The names of all arguments, in their order."""
-        behind = self.options
-        if self.norm:
-            behind = ("hidden", *self.options, *self.eps, "save", "backend")
-        return (*(port.name for port in self.takes), *behind)
+        names = [port.name for port in self.takes]
+        if not self.norm:
+            return (*names, *self.options)
+        return self.in_order(names, ("hidden", *self.options), self.eps, "save", "backend")
+
+    def in_order(
+        self, tensors: Iterable, options: Sequence, eps: Iterable, save: Any, backend: Any
+    ) -> tuple:
+        """The arguments of the op, in their order. options: `hidden`, and those of the options.
+
+        An out_dtype is the last one, so that programs without it, of older versions, stay right.
+        """
+        end = len(options) - ("out_dtype" in self.options)
+        return *tensors, *options[:end], *eps, save, backend, *options[end:]
 
     def named(self, values: Iterable) -> dict[str, Any]:
         """A value for each tensor that is taken, by the names of the ports."""

@@ -113,7 +113,7 @@ def test_an_unknown_backend_names_the_function():
     with pytest.raises(ValueError, match=f"rms_norm_add_rms_norm: {unknown}"):
         tilenorm.rms_norm_add_rms_norm(x, x, (8,), backend="triton")
     with pytest.raises(ValueError, match=f"rms_norm: {unknown}"):
-        torch.ops.tilenorm.rms_norm(x, None, None, 8, 0.0, "late", None, 1e-5, False, "triton")
+        torch.ops.tilenorm.rms_norm(x, None, None, 8, 0.0, "late", 1e-5, False, "triton")
 
 
 def test_backend_of_the_environment(monkeypatch):

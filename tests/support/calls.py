@@ -244,7 +244,7 @@ def op_arguments(
     row = OPS[op]
     values = [options.get(name, OPTIONS[name].default) for name in row.options]
     tensors = [given.get(port.name) for port in row.takes]
-    return *tensors, hidden, *values, *[eps] * len(row.eps), save, backend
+    return row.in_order(tensors, (hidden, *values), [eps] * len(row.eps), save, backend)
 
 
 def op_call(op: str, given: dict, hidden: int, **how) -> dict[str, Tensor]:
