@@ -21,8 +21,9 @@ class Port:
     shown: str = ""  # the argument of the public function, where it has another name
     # The dtype. Of a number for each row: float64 where a port of these names, separated by spaces,
     # is float64, else float32. Of another result: that of a port, the option of that name (where it
-    # is None, that of the input), "scale" of a quantised norm, or a dtype's name. Of a tensor that is taken: that of a port, or one of
-    # these names of dtypes. Without it such a tensor may have any of the dtypes that norms take.
+    # is None, that of the input), "scale" of a quantised norm, or a dtype's name. Of a tensor that
+    # is taken: that of a port, or one of these names of dtypes. Without it such a tensor may have
+    # any of the dtypes that norms take.
     like: str = ""
     same: str = ""  # the port whose shape it has, if the call has that port
     of: str = "input"  # the port whose rows they are

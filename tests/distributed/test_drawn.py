@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard
 
-from tests.support.calls import FAMILY, incoming_of
+from tests.support.calls import FAMILY
+from tilenorm.table import OPS
 
 from .placing import P, R, case
 from .world import NAMES, mesh, on_every_rank
@@ -27,6 +28,8 @@ def drawn(draw: random.Random, mesh_dims: int):
     by_heads = len(row) == 1 and len(leading) > 1 and draw.random() < 0.4
     dtype = draw.choice(DTYPES)
     options = {"offset": draw.choice([0.0, 1.0]), "rounding": draw.choice(["late", "early"])}
+    if "out_dtype" in OPS[form.op].options:
+        options["out_dtype"] = draw.choice([None, None, torch.float32, torch.bfloat16])
     given = case(
         form,
         *leading,
@@ -73,10 +76,7 @@ def test_drawn_calls(name, seed, number):
         given, placements, incoming, asked = what = drawn(draw, mesh(name).ndim)
         try:
             found, _ = given.on(name, placements, incoming, asked=asked)
-            there = [
-                dy if p else None
-                for dy, p in zip(incoming_of(given.tensors), incoming, strict=True)
-            ]
+            there = [dy if p else None for dy, p in zip(given.incoming, incoming, strict=True)]
             expected = given.alone(asked, there)
             leading = given.tensors["input"].dim() - given.dims
             cut = any(p.is_shard() and p.dim >= leading for p in placements["input"])

@@ -78,17 +78,17 @@ def backward_kind(spec: NormSpec) -> "type[BackwardPlan | RopeBackwardPlan]":
 
 
 def backward_spec(spec: NormSpec, needs: Needs) -> NormSpec:
-    """The spec of a backward pass: an addend concerns the sum alone, and rounding y alone. Of a skip
-    and of an output's own dtype the dtype of dy is left, where it is not the input's: as a skip's.
-    A mask and a layer scale concern the gradient of the input alone. The gradient is that of y,
-    whether or not y is quantised as well.
+    """The spec of a backward pass: an addend concerns the sum alone, and rounding y alone. The dtype
+    of dy matters if it is not the input's. The spec has it as that of a skip, whether a skip or an
+    out_dtype gave it to y. A mask and a layer scale concern the gradient of the input alone. The
+    gradient is that of y, whether or not y is quantised as well.
     """
     skip = None if spec.y_dtype == spec.dtype else spec.y_dtype
     rounding = spec.rounding if needs.output else "late"
     if not needs.dx:
         spec = replace(spec, **{port.role: None for port in BRANCH_PORTS}, dropout_scale=1.0)
-    spec = replace(spec, addend=None, skip=skip, rounding=rounding, quantized=None)
-    return replace(spec, out_dtype=None) if spec.out_dtype else spec
+    absent = dict.fromkeys(("addend", "quantized", "out_dtype"))
+    return replace(spec, **absent, skip=skip, rounding=rounding)
 
 
 @dataclass(frozen=True)

@@ -55,9 +55,9 @@ def rms_norm(
     Returns:
         A contiguous tensor of the input's shape, and of its dtype or out_dtype. Differentiable in
         input, weight and bias, to any order; each gradient has the dtype of its tensor.
-        torch.func's transforms and forward-mode derivatives run the reference.
-        Under torch.autocast in the dtype that PyTorch's own function gives: on CUDA the input is
-        cast to float32 first, for RMSNorm from PyTorch 2.12 on.
+        torch.func's transforms and forward-mode derivatives run the reference. Under torch.autocast
+        in out_dtype, or in the dtype that PyTorch's own function gives: on CUDA the input is cast
+        to float32 first, for RMSNorm from PyTorch 2.12 on.
 
     Raises:
         TypeError, RuntimeError, NotImplementedError: an argument of the wrong type, shape, device
@@ -135,9 +135,10 @@ def add_rms_norm(
     Returns:
         (output, residual_out), contiguous: output in out_dtype or the input's dtype (under
         autocast, as rms_norm), residual_out in the (last) residual's. output is the norm of
-        residual_out as rounded to that dtype. The backward pass takes the gradients of both, either of which may
-        be absent, and returns that of the input and that of the residual, each in its own dtype and
-        in memory of its own or of the other's, never the caller's; and that of layer_scale.
+        residual_out as rounded to that dtype. The backward pass takes the gradients of both, either
+        of which may be absent, and returns that of the input and that of the residual, each in its
+        own dtype and in memory of its own or of the other's, never the caller's; and that of
+        layer_scale.
 
     Raises: as rms_norm.
     """
