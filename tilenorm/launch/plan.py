@@ -78,8 +78,8 @@ def backward_kind(spec: NormSpec) -> "type[BackwardPlan | RopeBackwardPlan]":
 
 
 def backward_spec(spec: NormSpec, needs: Needs) -> NormSpec:
-    """The spec of a backward pass: an addend concerns the sum alone, and rounding y alone. The dtype
-    of dy matters if it is not the input's. The spec has it as that of a skip, whether a skip or an
+    """The spec of a backward pass: an addend concerns the sum alone, and rounding y alone. The
+    dtype of dy matters where it is not the input's. It is then the skip's, whether a skip or an
     out_dtype gave it to y. A mask and a layer scale concern the gradient of the input alone. The
     gradient is that of y, whether or not y is quantised as well.
     """
