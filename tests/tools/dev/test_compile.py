@@ -41,6 +41,7 @@ BY_GATE = 40  # where no table serves a gate
 IN_PAIRS, BY_HEADS, BY_TOKENS = 64, 16, 80
 MOST_SHARED = 20480  # bytes of shared memory of rotated heads
 QUANTIZED = (1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 12288, 16384)
+CAST = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "gated_rms_norm")
 CHAINS = (128, 1024, 2048, 2304, 3584, 4096, 5376)
 # Bytes that a thread of a quantised norm spills. With fewer blocks on a multiprocessor, which spill
 # none, rms_norm of 16384 by block took 73.5 µs and not 70.0 (H200, 2026-11-25), and layer_norm of
@@ -146,6 +147,14 @@ def chain(rng: Random, seed: int) -> Case:
     return Case(spec, Target.of(arch), ROWS)
 
 
+def cast(rng: Random, seed: int) -> Case:
+    """A forward pass whose output has a dtype of its own. Backward, dy is as with a skip."""
+    dtype, out_dtype = rng.choice((("bfloat16", "float32"), ("float32", "bfloat16")))
+    op, hidden = rng.choice(CAST), rng.choice((128, 1000, *QUANTIZED[:-2]))
+    spec = NormSpec.of(op, hidden, dtype, weight=dtype, out_dtype=out_dtype)
+    return passes(spec, TUNED[seed % len(TUNED)], "forward", rng)
+
+
 def stands_for(direction: str, spec: NormSpec) -> str | None:
     """The operation whose table serves a spec, in a direction."""
     op = heuristics.operation(spec, None if direction == "forward" else every_gradient(spec))
@@ -226,6 +235,7 @@ KINDS = (
     (rotated, 1, 40, allowed_of_rotated),
     (quantized, 1, 24, lambda *_: BY_SCALES),
     (chain, 1, 16, lambda *_: 0),
+    (cast, 1, 24, lambda *_: 0),
 )
 
 
