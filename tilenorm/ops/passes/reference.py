@@ -71,7 +71,8 @@ def _by_operator(spec: NormSpec, tensors: Given, eps: float) -> Given:
         y, rstd = fused_rms_norm(
             rows, hidden, weight if weight is None else weight.reshape(-1).to(dtype), eps
         )
-    y = y.to(output_dtype(spec, x))
+    if spec.out_dtype:
+        y = y.to(output_dtype(spec, x))
     y = reshaped(y, x.shape) if skip is None else sum_of(y.view(x.shape), skip)
     return {"y": y, "sum": total, "mean": mean, "rstd": rstd.view(-1)}
 
