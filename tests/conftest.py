@@ -60,7 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items: list[pytest.Item]) -> None:
     """Mark as slow each case that tests nothing that a quick case of the same test does not test:
-    it combines what they have. Of those, one of ONE_OF runs, drawn by its name.
+    it combines what they have. Of those, one of ONE_OF runs, drawn by its name; all with -m ''.
 
     All cases of test_accuracy are quick, because accuracy is the first contract. All cases of a GPU
     are quick, because nothing else runs them and wide rows are fast there. Without a GPU they are
@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(config, items: list[pytest.Item]) -> None:
             tested = tested_by(item)
             if tested and tested <= seen[item.function]:
                 item.add_marker("slow")
-                if crc32(item.nodeid.encode()) % ONE_OF:
+                if config.option.markexpr and crc32(item.nodeid.encode()) % ONE_OF:
                     left_out.add(item)
             seen[item.function] |= tested
     _keep(config, items, lambda item: item not in left_out)

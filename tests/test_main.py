@@ -90,6 +90,8 @@ WRONG = {
     f"{EXPLAIN} --layer-scale": "--layer-scale: rms_norm takes none, or not with these options",
     f"{EXPLAIN} --op add_rms_norm --residuals 2 --dropout-mask 2": "--dropout-mask: add_rms_norm",
     f"{EXPLAIN} --op layer_norm --activation sigmoid": "--activation: layer_norm takes no gate",
+    f"{EXPLAIN} --op rms_norm_add --out-dtype float32": "--out-dtype: rms_norm_add takes none",
+    "tune --arch sm_90 --dry-run --hidden 64 --out-dtype float32": "--out-dtype: tables serve",
     "precompile --arch sm_90 --hidden 262145": (
         "normalized_shape holds 262145 elements; the kernels take 1 to 262144"
     ),
@@ -203,6 +205,8 @@ OPTIONS = {
         f"{PLAIN}, 64 of 64 elements rotated by halves, tables bfloat16 of 64, positions int64, "
         "key weight bfloat16"
     ),
+    "--op layer_norm --out-dtype float32": f"{PLAIN}, output float32",
+    "--op layer_norm --out-dtype bfloat16": PLAIN,
     "--op gated_rms_norm --gate-first --activation sigmoid": (
         f"{PLAIN}, gate bfloat16 before the norm, activation sigmoid"
     ),

@@ -13,7 +13,7 @@ from tests.support.calls import random, through_pickle, through_save
 PAIRS = {"RMSNorm": (tilenorm.RMSNorm, nn.RMSNorm), "LayerNorm": (tilenorm.LayerNorm, nn.LayerNorm)}
 EACH_PAIR = pytest.mark.parametrize("ours, theirs", PAIRS.values(), ids=PAIRS)
 EACH = pytest.mark.parametrize("ours", [tilenorm.RMSNorm, tilenorm.LayerNorm])
-EXTRA_ARGUMENTS = {"offset": 0.0, "rounding": "late"}
+EXTRA_ARGUMENTS = {"offset": 0.0, "rounding": "late", "out_dtype": None}
 
 pytestmark = pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")
 
@@ -50,6 +50,8 @@ ARGUMENTS = (
     {"dtype": torch.bfloat16},
     {"dtype": torch.float64},
     {"offset": 1.0, "rounding": "early", "dtype": torch.bfloat16},
+    {"out_dtype": torch.float32, "dtype": torch.bfloat16},
+    {"out_dtype": torch.float16},
 )
 FUNCTIONS = {nn.RMSNorm: tilenorm.rms_norm, nn.LayerNorm: tilenorm.layer_norm}
 RESULTS = [(*pair, arguments) for pair in PAIRS.values() for arguments in ARGUMENTS]
@@ -60,7 +62,7 @@ RESULTS.append((*PAIRS["LayerNorm"], {"bias": False}))
 def test_a_module_calls_its_function(ours, theirs, arguments):
     """With the parameters and the eps of PyTorch's module of the same arguments."""
     arguments = {"normalized_shape": 24} | arguments
-    options = {n: arguments.pop(n) for n in ("offset", "rounding") if n in arguments}
+    options = {n: arguments.pop(n) for n in EXTRA_ARGUMENTS if n in arguments}
     module, other = ours(**arguments, **options), randomized(theirs(**arguments))
     assert module.state_dict().keys() == other.state_dict().keys()
     module.load_state_dict(other.state_dict())
@@ -85,14 +87,15 @@ def test_initial_and_reset_module_is_a_plain_norm(ours, offset):
 @EACH_PAIR
 def test_repr_extends_pytorchs(ours, theirs):
     assert ours(24).extra_repr() == theirs(24).extra_repr()
-    text = ours(24, offset=1.0, rounding="early").extra_repr()
-    assert text == f"{theirs(24).extra_repr()}, offset=1, rounding='early'"
+    text = ours(24, offset=1.0, rounding="early", out_dtype=torch.float16).extra_repr()
+    plain = theirs(24).extra_repr()
+    assert text == f"{plain}, offset=1, rounding='early', out_dtype=torch.float16"
 
 
 @EACH
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, through_pickle, through_save])
 def test_copies_compute_the_same(ours, make_copy):
-    module = randomized(ours(24, offset=1.0, rounding="early"))
+    module = randomized(ours(24, offset=1.0, rounding="early", out_dtype=torch.float16))
     other, x = make_copy(module), random(5, 24)
     assert torch.equal(other(x), module(x))
     assert repr(other) == repr(module)

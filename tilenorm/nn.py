@@ -30,6 +30,7 @@ class _WithOptions(nn.Module):
 
     offset: float
     rounding: str
+    out_dtype: torch.dtype | None = None  # modules that older versions have pickled have none
 
     def reset_parameters(self) -> None:
         """Set the weight to 1 - offset, and a bias to 0."""
@@ -41,6 +42,7 @@ class _WithOptions(nn.Module):
         """torch.nn's text, and the options that have other values than by default."""
         text = f", offset={self.offset:g}" if self.offset else ""
         text += f", rounding={self.rounding!r}" if self.rounding != "late" else ""
+        text += f", out_dtype={self.out_dtype}" if self.out_dtype is not None else ""
         return super().extra_repr() + text
 
     __prepare_scriptable__ = refuse_script
@@ -56,6 +58,7 @@ class RMSNorm(_WithOptions, nn.RMSNorm):
         offset: added to the weight in the forward pass. Gemma's models use 1.0. The weight is
             initialised to 1 - offset, so that a new module computes a plain RMSNorm.
         rounding: "late" or "early" (see tilenorm.rms_norm).
+        out_dtype: of the output; None is the input's (see tilenorm.rms_norm).
 
     state_dicts can be exchanged with torch.nn.RMSNorm.
     """
@@ -70,19 +73,28 @@ class RMSNorm(_WithOptions, nn.RMSNorm):
         *,
         offset: float = 0.0,
         rounding: str = "late",
+        out_dtype: torch.dtype | None = None,
     ):
-        normalized_shape = _checked("RMSNorm", normalized_shape, dtype, offset, rounding)
-        self.offset, self.rounding = offset, rounding
+        options = {"offset": offset, "rounding": rounding, "out_dtype": out_dtype}
+        normalized_shape = _checked("RMSNorm", normalized_shape, dtype, options)
+        self.offset, self.rounding, self.out_dtype = offset, rounding, out_dtype
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x, of shape (..., *normalized_shape). The output has the same dtype."""
+        """Normalise x, of shape (..., *normalized_shape). The output has x's dtype or out_dtype."""
         if type(self) is RMSNorm and "weight" in self._parameters:
             weight = self._parameters["weight"]
         else:
             weight = self.weight
-        shape = self.normalized_shape
-        return rms_norm(x, shape, weight, self.eps, offset=self.offset, rounding=self.rounding)
+        return rms_norm(
+            x,
+            self.normalized_shape,
+            weight,
+            self.eps,
+            offset=self.offset,
+            rounding=self.rounding,
+            out_dtype=self.out_dtype,
+        )
 
 
 class LayerNorm(_WithOptions, nn.LayerNorm):
@@ -103,20 +115,32 @@ class LayerNorm(_WithOptions, nn.LayerNorm):
         *,
         offset: float = 0.0,
         rounding: str = "late",
+        out_dtype: torch.dtype | None = None,
     ):
-        normalized_shape = _checked("LayerNorm", normalized_shape, dtype, offset, rounding)
-        self.offset, self.rounding = offset, rounding
+        options = {"offset": offset, "rounding": rounding, "out_dtype": out_dtype}
+        normalized_shape = _checked("LayerNorm", normalized_shape, dtype, options)
+        self.offset, self.rounding, self.out_dtype = offset, rounding, out_dtype
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise input, of shape (..., *normalized_shape). The output has the same dtype."""
+        """Normalise input, of shape (..., *normalized_shape). The output has its dtype or
+        out_dtype.
+        """
         own = self._parameters
         if type(self) is LayerNorm and "weight" in own and "bias" in own:
             weight, bias = own["weight"], own["bias"]
         else:
             weight, bias = self.weight, self.bias
-        shape, offset, rounding = self.normalized_shape, self.offset, self.rounding
-        return layer_norm(input, shape, weight, bias, self.eps, offset=offset, rounding=rounding)
+        return layer_norm(
+            input,
+            self.normalized_shape,
+            weight,
+            bias,
+            self.eps,
+            offset=self.offset,
+            rounding=self.rounding,
+            out_dtype=self.out_dtype,
+        )
 
 
 class _Modulated(nn.Module):
@@ -200,15 +224,15 @@ class ModulatedLayerNorm(_Modulated, nn.LayerNorm):  # type: ignore[misc]
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
 
 
-def _checked(name: str, shape, dtype, offset=0.0, rounding="late") -> tuple[int, ...]:
+def _checked(name: str, shape, dtype, options: dict | None = None) -> tuple[int, ...]:
     """The sizes of what a module is made with, which is checked. PyTorch's own messages name
-    `device` and its values.
+    `device` and its values. options: those that torch.nn's have not.
     """
     sizes = sizes_of(name, shape)
     right = dtype is None or isinstance(dtype, torch.dtype)
     check_argument(name, "dtype", dtype, right, "a torch.dtype or None")
     if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
         raise wrong(name, "dtype", "a floating-point dtype", dtype)
-    check_option(name, "offset", offset)
-    check_option(name, "rounding", rounding)
+    for option, value in (options or {}).items():
+        check_option(name, option, value)
     return sizes

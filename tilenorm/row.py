@@ -1,6 +1,6 @@
 """What a row of the table of ops is: ports, options and stages."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -20,9 +20,10 @@ class Port:
     cast: bool = False  # autocast casts it, as it casts the input of a norm
     shown: str = ""  # the argument of the public function, where it has another name
     # The dtype. Of a number for each row: float64 where a port of these names, separated by spaces,
-    # is float64, else float32. Of another result: that of a port, the option of that name, "scale"
-    # of a quantised norm, or a dtype's name. Of a tensor that is taken: that of a port, or one of
-    # these names of dtypes. Without it such a tensor may have any of the dtypes that norms take.
+    # is float64, else float32. Of another result: that of a port, the option of that name (where it
+    # is None, that of the input), "scale" of a quantised norm, or a dtype's name. Of a tensor that
+    # is taken: that of a port, or one of these names of dtypes. Without it such a tensor may have
+    # any of the dtypes that norms take.
     like: str = ""
     same: str = ""  # the port whose shape it has, if the call has that port
     of: str = "input"  # the port whose rows they are
@@ -112,14 +113,28 @@ class Op:
     @cached_property
     def arguments(self) -> tuple[str, ...]:
         """The names of all arguments, in their order."""
-        behind = self.options
-        if self.norm:
-            behind = ("hidden", *self.options, *self.eps, "save", "backend")
-        return (*(port.name for port in self.takes), *behind)
+        names = [port.name for port in self.takes]
+        if not self.norm:
+            return (*names, *self.options)
+        return self.in_order(names, ("hidden", *self.options), self.eps, "save", "backend")
+
+    def in_order(
+        self, tensors: Iterable, options: Sequence, eps: Iterable, save: Any, backend: Any
+    ) -> tuple:
+        """The arguments of the op, in their order. options: `hidden`, and those of the options.
+
+        An out_dtype is the last one, so that programs without it, of older versions, stay right.
+        """
+        end = len(options) - ("out_dtype" in self.options)
+        return *tensors, *options[:end], *eps, save, backend, *options[end:]
 
     def named(self, values: Iterable) -> dict[str, Any]:
         """A value for each tensor that is taken, by the names of the ports."""
         return dict(zip([port.name for port in self.takes], values, strict=True))
+
+    def named_options(self, values: Sequence) -> dict[str, Any]:
+        """The value of each option by its name. values: `hidden`, and those of the options."""
+        return dict(zip(self.options, values[1:], strict=True))
 
     def by_role(self, values: Iterable) -> dict[str, Any]:
         """A value for each tensor that is taken, by the roles of the ports."""

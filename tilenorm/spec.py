@@ -116,7 +116,7 @@ class NormSpec:
 
     norm: str  # "rms" or "layer"
     hidden: int  # N, the elements of a row
-    dtype: str  # of input and output
+    dtype: str  # of the input, and of the output unless another field has that
     weight: str | None = None  # a dtype
     bias: str | None = None  # a dtype
     offset: float = 0.0  # a constant added to the weight
@@ -131,7 +131,9 @@ class NormSpec:
     rounding: str = "late"
     activation: str = "silu"  # act(z) is z · σ(z) for "silu" and σ(z) for "sigmoid"
     addend: str | None = None  # the dtype of what is added before the residual, and of that sum
-    skip: str | None = None  # the dtype of what is added to normalised rows, and of the output
+    # The dtype of what is added to normalised rows, and of the output. In the spec of a backward
+    # pass, the dtype of dy, where it is not that of the input.
+    skip: str | None = None
     dropout_mask: str | None = None  # "bool": x is multiplied by a mask before the sum
     layer_scale: str | None = None  # the dtype of the N factors of x before the sum
     dropout_scale: float = 1.0  # a factor beside the mask
@@ -148,6 +150,7 @@ class NormSpec:
     key: str | None = None  # the dtype of other heads of the same tokens, which are treated alike
     key_weight: str | None = None  # a dtype
     key_hidden: int = 0  # the elements of a key's token, where these are normalised together
+    out_dtype: str | None = None  # the dtype of the output, where it is not that of the input
 
     @classmethod
     def of(cls, op: str, hidden: int, dtype: str, **fields) -> "NormSpec":
@@ -183,6 +186,11 @@ class NormSpec:
     def dtypes(self) -> tuple[str | None, ...]:
         """The dtypes of the tensors, in the order of TENSORS; None for an absent tensor."""
         return tuple(getattr(self, name) for name in TENSORS)
+
+    @property
+    def y_dtype(self) -> str:
+        """The dtype of the output, and of its gradient."""
+        return self.out_dtype or self.skip or self.dtype
 
     @property
     def shares_dx(self) -> bool:
@@ -312,6 +320,11 @@ class NormSpec:
         return replace(self, quantized=None) if self.quantized else self
 
     @property
+    def uncast(self) -> "NormSpec":
+        """The same norm, whose output is not quantised and has the input's dtype."""
+        return replace(self.unquantized, out_dtype=None) if self.out_dtype else self.unquantized
+
+    @property
     def differentiable(self) -> bool:
         """Whether there is an output that has a gradient."""
         return self.quantized is None or self.quantized.output
@@ -347,6 +360,7 @@ class NormSpec:
             "a norm with a gate": self.gate,
             "a modulated norm": self.modulated,
             "a norm that is rotated": self.rotation,
+            "a norm whose output has another dtype than its input": self.y_dtype != self.dtype,
             "a norm to whose output something is added": self.skip,
             "LayerNorm of an input or a sum of more than 16 bits": wide,
             f"LayerNorm of rows of {SHARED_FROM} elements or more": shared,
@@ -356,7 +370,10 @@ class NormSpec:
 
     @cached_property
     def aligned(self) -> bool:
-        """Whether a row is whole 16-byte vectors: then each row of a matrix starts at a vector."""
+        """Whether a row is whole 16-byte vectors: then each row of a matrix starts at a vector.
+
+        The output is left out: it is only written, and its dtype does not change how rows are read.
+        """
         by_group = [ITEM_BYTES[dtype] for role in MODULATION if (dtype := getattr(self, role))]
         whole = all(self.hidden * size % 16 == 0 for size in (*self._row_bytes, *by_group))
         return whole and (self.rotation is None or self.rotation.aligned(self.item_bytes))
@@ -369,5 +386,5 @@ class NormSpec:
         of 16 bytes, or where the rows of only some tensors are whole vectors: rms_norm of 4
         bfloat16, and gated_rms_norm of 4 float32 with a bfloat16 gate (sm_90).
         """
-        sizes = [self.hidden * item for item in self._row_bytes]
+        sizes = [self.hidden * item for item in (*self._row_bytes, ITEM_BYTES[self.y_dtype])]
         return min(sizes) >= 16 and (self.aligned or all(size % 16 for size in sizes))

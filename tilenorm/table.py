@@ -25,6 +25,7 @@ OPTIONS = {
     "interleaved": Option("bool", False),
     "heads_first": Option("bool", False),
     "output_heads_first": Option("bool", False),
+    "out_dtype": Option("ScalarType?"),
 }
 # The arguments of the ops that no public function has as an option, as in a schema.
 ARGUMENTS = {
@@ -38,10 +39,12 @@ ARGUMENTS = {
     "save": "bool save",
     "backend": "str? backend=None",
     "output": "bool output=False",
+    "input_dtype": "ScalarType? input_dtype=None",
 }
 ROUNDING = ("offset", "rounding")
-GATED = (*ROUNDING, "norm_before_gate", "activation")
-ADDED = (*ROUNDING, "dropout_scale")
+PLAIN = (*ROUNDING, "out_dtype")
+GATED = (*ROUNDING, "norm_before_gate", "activation", "out_dtype")
+ADDED = (*ROUNDING, "dropout_scale", "out_dtype")
 QUANTIZATION = ("scaling", "dtype", "power_of_2", "layout", "return_output", "return_amax")
 QUANTIZED = (*ROUNDING, *QUANTIZATION)
 ROTATION = ("rotary_dim", "interleaved", "output_heads_first")
@@ -75,6 +78,7 @@ NEXT_B = Port("next_bias", "[h] n", "bias", same="next_weight")
 
 # What ops make.
 Y = Port("output", role="y", like="input")
+CAST_Y = replace(Y, like="out_dtype")
 AFTER = replace(Y, like="residual")
 SUM = Port("residual_out", role="sum", like="residual")
 SUM_IF = replace(SUM, given="residual")
@@ -118,12 +122,12 @@ LAYER_STAGES = (
 )
 
 _ROWS = (
-    Op("rms_norm", "rms", (X, *AFFINE), (Y, RSTD), ROUNDING),
-    Op("layer_norm", "layer", (X, *AFFINE), (Y, MEAN, RSTD), ROUNDING),
-    Op("add_rms_norm", "rms", TAKES_SUM, (Y, SUM, RSTD_SUM), ADDED),
-    Op("add_layer_norm", "layer", TAKES_SUM, (Y, SUM, MEAN_SUM, RSTD_SUM), ADDED),
-    Op("gated_rms_norm", "rms", (X, GATE, *AFFINE), (Y, RSTD), GATED),
-    Op("gated_layer_norm", "layer", (X, GATE, *AFFINE), (Y, MEAN, RSTD), GATED),
+    Op("rms_norm", "rms", (X, *AFFINE), (CAST_Y, RSTD), PLAIN),
+    Op("layer_norm", "layer", (X, *AFFINE), (CAST_Y, MEAN, RSTD), PLAIN),
+    Op("add_rms_norm", "rms", TAKES_SUM, (CAST_Y, SUM, RSTD_SUM), ADDED),
+    Op("add_layer_norm", "layer", TAKES_SUM, (CAST_Y, SUM, MEAN_SUM, RSTD_SUM), ADDED),
+    Op("gated_rms_norm", "rms", (X, GATE, *AFFINE), (CAST_Y, RSTD), GATED),
+    Op("gated_layer_norm", "layer", (X, GATE, *AFFINE), (CAST_Y, MEAN, RSTD), GATED),
     Op("rms_norm_add", "rms", (X, SKIP, *AFFINE), (AFTER, RSTD), ROUNDING),
     Op("layer_norm_add", "layer", (X, SKIP, *AFFINE), (AFTER, MEAN, RSTD), ROUNDING),
     Op("rms_norm_quantized", "rms", TAKES_CODED, (*CODES, RSTD), QUANTIZED),
@@ -213,7 +217,7 @@ _BACKWARD = (
         (
             *(*SPEC, "eps", "added", "output_mask", "backend"),
             *("grad_output_2", "grad_output_3", "grad_output_4"),
-            *("output", "dropout_mask", "layer_scale"),
+            *("output", "dropout_mask", "layer_scale", "input_dtype"),
         ),
         takes_late=(*TERMS, *BRANCH_PORTS),
     ),

@@ -69,8 +69,13 @@ class Case(NamedTuple):
     options: dict = {}  # noqa: RUF012
 
     @property
+    def incoming(self) -> tuple[Tensor, ...]:
+        """A gradient for each output."""
+        return incoming_of(self.tensors, self.options.get("out_dtype"))
+
+    @property
     def outputs(self) -> int:
-        return len(incoming_of(self.tensors))
+        return len(self.incoming)
 
     def alone(self, asked=None, incoming=None) -> dict[str, Tensor]:
         """Outputs and gradients of one process."""
@@ -89,7 +94,7 @@ class Case(NamedTuple):
         given = self.placed(name, placements)
         gradients = [
             p if p is None else placed(dy, name, p)
-            for dy, p in zip(incoming_of(self.tensors), incoming, strict=True)
+            for dy, p in zip(self.incoming, incoming, strict=True)
         ]
         how = {"dims": self.dims, **self.options, **how}
         return counted(step, self.form, given, gradients, **how)

@@ -100,6 +100,8 @@ def drawn(draw: random.Random) -> Drawn:
         shapes, row, options = drawn_heads(draw)
     else:
         shapes, row = drawn_rows(draw)
+    if "out_dtype" in op.options:
+        options["out_dtype"] = draw.choice([None, None, torch.float32, torch.bfloat16])
     absent = {port.name for port in op.takes if not port.needed and draw.random() < 0.3}
     if {"dropout_mask", "layer_scale"} - absent:
         absent |= {"addend"}
@@ -118,7 +120,8 @@ def drawn(draw: random.Random) -> Drawn:
         elif port.name not in absent and shape is not None:
             tensors[port.name] = numbers(*shape, dtype=D, seed=seed)
     if "dropout_mask" in tensors:
-        tensors["dropout_mask"], options = tensors["dropout_mask"] > -1, MASKED
+        tensors["dropout_mask"] = tensors["dropout_mask"] > -1
+        options |= MASKED
     return Drawn(Form(op.name, options), tensors, len(row))
 
 

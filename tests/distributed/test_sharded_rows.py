@@ -59,6 +59,8 @@ def results(spec: NormSpec, inputs: Inputs, name: str, needs=None, strided: bool
     options = {n: getattr(spec, n, None) for n in OPS[spec.op].options}
     if "norm_before_gate" in options:
         options["norm_before_gate"] = not spec.gate_first
+    if spec.out_dtype:
+        options["out_dtype"] = getattr(torch, spec.out_dtype)
     made = getattr(tilenorm, spec.op)(
         **leaves, normalized_shape=(spec.hidden,), eps=inputs.eps, **options
     )

@@ -15,7 +15,18 @@ from tests.support.calls import EPS, random
 from tilenorm.integrations.fx import replace_norms
 
 from . import rotations
-from .graphs import ATEN, NORMS, TRACERS, by_hand, calls, kinds_of, module_of, step, targets
+from .graphs import (
+    ATEN,
+    NORMS,
+    TRACERS,
+    argument,
+    by_hand,
+    calls,
+    kinds_of,
+    module_of,
+    step,
+    targets,
+)
 from .modulations import BATCH, GATED, LAYER, TOKENS, N
 from .rotations import HEADS, D, rotate, split
 from .spellings import LAYERS, RMSES, mean, squares
@@ -355,6 +366,33 @@ def test_case(name, tracer, dynamo):
         assert f"{node} is not replaced: {why}" in str(report)
     got, expected = (step(f, tensors, None if trained else 0) for f in (replaced.run, function))
     torch.testing.assert_close(got, expected, **({} if kinds else {"rtol": 0, "atol": 0}))
+
+
+# A norm of float32 rows and what casts its output. Whether the op does that.
+CASTS = {
+    "rms": (lambda x, w: F.rms_norm(x, ROW, w, EPS).bfloat16().sin(), True),
+    "layer": (lambda x, w: F.layer_norm(x, ROW, w).to(torch.float16), True),
+    "spelled out": (lambda x, w: rms_of(x, w).type(torch.bfloat16), True),
+    "of a sum": (lambda x, w: F.rms_norm(x + x.sin(), ROW, w, EPS).half(), True),
+    "used twice": (lambda x, w: (lambda y: (y, y.bfloat16()))(F.rms_norm(x, ROW, w, EPS)), False),
+    "wider": (lambda x, w: F.rms_norm(x, ROW, w, EPS).double(), False),
+    "not rounded": (lambda x, w: F.rms_norm(x, ROW, w, EPS).int(), False),
+    "of 16 bits": (lambda x, w: F.rms_norm(x.half(), ROW, w.half(), EPS).bfloat16(), False),
+}
+
+
+@pytest.mark.parametrize("tracer", TRACERS)
+@pytest.mark.parametrize("name", CASTS)
+def test_a_float32_norm_rounds_to_16_bits_itself(name, tracer, dynamo):
+    function, folds = CASTS[name]
+    tensors = [random(*ROWS), random(*ROW, seed=1)]
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    replaced = TRACERS[tracer](module_of(function), *leaves)
+    (call,) = calls(replaced.graph_module)
+    expected = step(function, tensors)
+    assert argument(call, "out_dtype") == (expected[0].dtype if folds else None)
+    for got, wanted in zip(step(replaced.run, tensors), expected, strict=True):
+        torch.testing.assert_close(got, wanted)
 
 
 class Block(nn.Module):

@@ -206,7 +206,8 @@ def test_a_tensor_in_place_of_a_number_is_not_kept(device, shape):
 def test_the_guards_of_a_call_are_bounded(device):
     for dims in range(1, MOST_GUARDS + 4):
         rms(random(*[1] * dims, N, device=device), None)
-    how = (1e-6, None, 0b1100, tuple, 0.0, "late", N)  # the bits: which tensors there are
+    # The bits: which tensors there are. The options stand behind the tuple.
+    how = (1e-6, None, 0b1100, tuple, 0.0, "late", None, N)
     assert len(remembered("rms_norm", *how)) == MOST_GUARDS
 
 

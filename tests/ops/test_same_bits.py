@@ -46,6 +46,8 @@ class Subject:
         self.case, self.device = case, device
         spec = case.spec
         options = {"offset": spec.offset, "rounding": spec.rounding, "backend": "cutile"}
+        if spec.out_dtype:
+            options["out_dtype"] = getattr(torch, spec.out_dtype)
         if spec.dropout_mask:
             options["dropout_scale"] = spec.dropout_scale
         if spec.gate:
@@ -54,7 +56,7 @@ class Subject:
         self.form = Form(spec.op, options)
         self.generator = torch.Generator(device).manual_seed(case.seed)
         self.tensors = {n: self._random(n, d) for n, d in dtypes.items() if d}
-        outputs = [spec.skip or spec.dtype] + ([spec.residual] if spec.residual else [])
+        outputs = [spec.y_dtype] + ([spec.residual] if spec.residual else [])
         self.incoming = [self._random("incoming", dtype).detach() for dtype in outputs]
         self.expected = self.train()
 

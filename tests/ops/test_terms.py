@@ -60,6 +60,7 @@ class Call(NamedTuple):
         p = Inputs.random(spec, rows, device, seed)
         names = [port.name for port in OPS[spec.op].takes]
         options = spec.options._asdict() | {"norm_before_gate": not spec.gate_first}
+        options["out_dtype"] = spec.out_dtype and getattr(torch, spec.out_dtype)
         options = {name: options[name] for name in OPS[spec.op].options}
         tensors = dict(zip(names, p.tensors(spec), strict=True))
         made = op_call(spec.op, tensors, spec.hidden, eps=p.eps, **options)
@@ -73,6 +74,7 @@ class Call(NamedTuple):
         }
         given |= {"input": x, "mean": made.get("mean"), "rstd": made["rstd"], "grad_sum": incoming}
         given |= {"eps": p.eps, "added": added, "output_mask": [*mask], **spec.options._asdict()}
+        given |= {"input_dtype": p.x.dtype} if added else {}
         given |= zip(TERMS, some, strict=False)
         return cls(spec, given, y, replace(p, dy=reduce(add, some), dsum=incoming))
 

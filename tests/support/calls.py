@@ -168,10 +168,11 @@ def leaves_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {n: t.detach().requires_grad_(t.is_floating_point()) for n, t in tensors.items()}
 
 
-def incoming_of(tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    """A gradient for each output."""
+def incoming_of(tensors: dict[str, Tensor], out_dtype=None) -> tuple[Tensor, ...]:
+    """A gradient for each output. out_dtype: of the first one, if it has a dtype of its own."""
     first = "skip" if "skip" in tensors else "input"
-    return gradients_like([tensors[name] for name in (first, "residual") if name in tensors])
+    likes = [tensors[name] for name in (first, "residual") if name in tensors]
+    return gradients_like([likes[0].to(out_dtype or likes[0].dtype), *likes[1:]])
 
 
 def gradients_like(likes: Iterable[Tensor]) -> tuple[Tensor, ...]:
@@ -243,7 +244,7 @@ def op_arguments(
     row = OPS[op]
     values = [options.get(name, OPTIONS[name].default) for name in row.options]
     tensors = [given.get(port.name) for port in row.takes]
-    return *tensors, hidden, *values, *[eps] * len(row.eps), save, backend
+    return row.in_order(tensors, (hidden, *values), [eps] * len(row.eps), save, backend)
 
 
 def op_call(op: str, given: dict, hidden: int, **how) -> dict[str, Tensor]:
@@ -294,6 +295,9 @@ def spec_of(form: Form, tensors: dict[str, Tensor], dims=1, **options) -> NormSp
     heads = max(affine, default=0) // hidden
     dtypes = {n: str(t.dtype).removeprefix("torch.") for n, t in by_role(form, tensors).items()}
     options["gate_first"] = not options.pop("norm_before_gate", True)
+    out_dtype = options.pop("out_dtype", None) or tensors["input"].dtype
+    if out_dtype != tensors["input"].dtype:
+        options["out_dtype"] = str(out_dtype).removeprefix("torch.")
     options |= {"heads": heads if heads > 1 else 0, "dtype": dtypes.pop("x")}
     return NormSpec.of(form.op, hidden, **dtypes, **options)
 
@@ -309,7 +313,8 @@ def expected_of(
 ) -> dict[str, tuple[oracle.Truth, Tensor]]:
     """What `step` should give, by the oracle, and PyTorch's own results. Rows have elements."""
     spec, given = spec_of(form, tensors, dims, **options), by_role(form, tensors)
-    results = dict(zip(("output", "sum"), incoming_of(tensors), strict=False))
+    outputs = incoming_of(tensors, options.get("out_dtype"))
+    results = dict(zip(("output", "sum"), outputs, strict=False))
     incoming = results.values() if incoming is None else incoming
     for name, like, gradient in zip(("dy", "dsum"), results.values(), incoming, strict=False):
         given[name] = torch.zeros_like(like) if gradient is None else gradient

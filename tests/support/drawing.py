@@ -1,10 +1,11 @@
 """Draws specs. Every function takes a random.Random, so that a seed decides."""
 
 import math
+from dataclasses import replace
 from random import Random
 
 from tilenorm.spec import DIGITS, NormSpec
-from tilenorm.table import MODULATED_NORMS, OPTIONS
+from tilenorm.table import MODULATED_NORMS, OPS, OPTIONS
 
 DTYPES = ("bfloat16", "float16", "float32")
 HEADS = (2, 3, 4, 5, 8)
@@ -46,7 +47,11 @@ def spec(rng: Random, op: str, dtype: str, hidden: int) -> NormSpec:
     if (weight or bias) and rng.randint(0, 5) == 5:
         fields["heads"] = rng.choice(HEADS) if hidden <= WIDEST_OF_HEADS else 2
     fields["rounding"] = rng.choice((*["late"] * 4, "early"))
-    return NormSpec.of(op, hidden, dtype, **fields)
+    spec = NormSpec.of(op, hidden, dtype, **fields)
+    apart = Random(str(spec))  # so that what is drawn behind it stays what it was
+    if "out_dtype" in OPS[op].options and apart.randint(0, 3) == 3:
+        return replace(spec, out_dtype=apart.choice([other for other in DTYPES if other != dtype]))
+    return spec
 
 
 def size(rng: Random, most: int) -> int:

@@ -64,10 +64,12 @@ def draw(rng: Random, form: Form, dtype: torch.dtype, device: str) -> Drawn:
     tensors, options = kinds.get(form.op, plain)(rng, form, dtype)
     tensors = {name: t.to(device) for name, t in tensors.items()}
     names = [n for n in tensors if n not in NO_GRADIENT]
+    if "out_dtype" in OPS[form.op].options and rng.random() < 0.4:
+        options["out_dtype"] = rng.choice((F32, F64) if dtype == F64 else (B, H, F32, None))
     incoming = None
     if form.op not in ROTATED_NORMS:
         first = {"input": tensors["residual"]} if form.op in CHAINS else {}
-        incoming = [*incoming_of(tensors | first)]
+        incoming = [*incoming_of(tensors | first, options.get("out_dtype"))]
         if len(incoming) == 2 and rng.random() < 0.4:
             incoming[rng.randrange(2)] = None
         if incoming[0] is None:

@@ -58,7 +58,7 @@ class Inputs(oracle.Arguments):
             gate=normal(spec.gate, *lead, spec.hidden),
             weight=normal(spec.weight, *heads, spec.hidden),
             bias=normal(spec.bias, *heads, spec.hidden),
-            dy=normal(spec.skip or spec.dtype, *lead, spec.hidden),
+            dy=normal(spec.y_dtype, *lead, spec.hidden),
             dsum=normal(spec.residual, *lead, spec.hidden),
             addend=normal(spec.addend, *lead, spec.hidden),
             skip=normal(spec.skip, *lead, spec.hidden),

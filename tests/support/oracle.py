@@ -240,7 +240,7 @@ def torch_own(spec: NormSpec, arguments: Arguments) -> dict[str, Tensor]:
 
     If PyTorch has no op for the norm, the norm is composed from operations in float32 and rounded
     once at the end. With early rounding, models also round before the product with the weight, and
-    after the product if the weight has the input's dtype; the composed norm does the same.
+    after the product if weight and output have the input's dtype; the composed norm does the same.
     """
     x, gate, w, b, mod_scale, mod_shift = _leaves(spec, arguments)
     dtype = arguments.x.dtype
@@ -248,7 +248,7 @@ def torch_own(spec: NormSpec, arguments: Arguments) -> dict[str, Tensor]:
         y = _composed(spec, wide(x), gate, w, b, arguments.eps, torch.float32)
         y = y * by_row(1 + wide(mod_scale), y)
         y = (y if mod_shift is None else y + by_row(wide(mod_shift), y)).to(dtype)
-    elif spec.rounding == "late" and _has_pytorch_op(spec, x, dtype, w, b):
+    elif spec.rounding == "late" and not spec.out_dtype and _has_pytorch_op(spec, x, dtype, w, b):
         if spec.norm == "layer":
             y = functional.layer_norm(x, (spec.hidden,), w, b, arguments.eps)
         else:
@@ -297,7 +297,9 @@ def _has_pytorch_op(spec: NormSpec, x: Tensor, dtype, w: Tensor | None, b: Tenso
 
 
 def _composed(spec, x, gate, w, b, eps, dtype) -> Tensor:
-    """The norm in float32 operations, rounded to dtype. x is float32."""
+    """The norm in float32 operations, rounded to the output's dtype. x is float32. dtype: that of
+    the input.
+    """
     early = spec.rounding == "early"
     if spec.gate and spec.gate_first:
         x = x * torch_act(spec, wide(gate))
@@ -307,10 +309,10 @@ def _composed(spec, x, gate, w, b, eps, dtype) -> Tensor:
         y = wide(y.to(dtype))
     if w is not None:
         y = y * (wide(w) + spec.offset)
-        if early and w.dtype == dtype:
+        if early and w.dtype == dtype and not spec.out_dtype:
             y = wide(y.to(dtype))
     if b is not None:
         y = y + wide(b)
     if spec.gate and not spec.gate_first:
         y = y * torch_act(spec, wide(gate))
-    return y.to(dtype)
+    return y.to(getattr(torch, spec.out_dtype) if spec.out_dtype else dtype)

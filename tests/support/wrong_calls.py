@@ -221,6 +221,11 @@ def of_option(name: str) -> Iterator[tuple[object, type[Exception], str]]:
     elif kind == "bool":
         for value in (1, X):
             yield value, TypeError, f"takes a bool.*, got {type(value).__name__}"
+    elif name == "out_dtype":
+        for value in ("float32", X):
+            yield value, TypeError, f"takes a torch.dtype or None, got {type(value).__name__}"
+        for value in (torch.int8, torch.complex64, torch.float8_e4m3fn):
+            yield value, NOT_SERVED, f"takes float16, bfloat16, .*, got {value}"
 
 
 def right_of(op: str) -> dict[str, Any]:
@@ -301,6 +306,8 @@ MADE = (
 MADE_ALONE = (
     ((8, {"offset": "1"}), TypeError, "'offset' takes a float, got str"),
     ((8, {"rounding": "Late"}), ValueError, "'rounding' takes .*, got 'Late'"),
+    ((8, {"out_dtype": "half"}), TypeError, "'out_dtype' takes a torch.dtype or None, got str"),
+    ((8, {"out_dtype": torch.int8}), NOT_SERVED, "'out_dtype' takes float16, .* got torch.int8"),
 )
 
 # Of a module's forward, with torch.nn's.

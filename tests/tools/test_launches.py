@@ -10,6 +10,7 @@ configuration does, writes the file anew:
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from random import Random
@@ -27,6 +28,7 @@ from tilenorm.tools.precompile import calls_of
 
 FILE = Path(__file__).parent / "launches.txt"
 SEEDS_OF_AN_OP = 6
+SEEDS_OF_OUT_DTYPE = 3  # behind them, of an op that has the option
 ROWS = (0, 1, 16, 60, 4096)
 
 
@@ -72,12 +74,15 @@ def rotated(rng: Random, op: str, dtype: str) -> NormSpec:
 def plans() -> Iterator[tuple[str, list]]:
     """A name, and the calls, of each drawn plan."""
     for op in OPS:
-        for seed in range(SEEDS_OF_AN_OP):
+        end = SEEDS_OF_AN_OP + SEEDS_OF_OUT_DTYPE * ("out_dtype" in OPS[op].options)
+        for seed in range(end):
             rng = Random(f"{op} {seed}")
             target = Target.of(list(MULTIPROCESSORS)[seed % len(MULTIPROCESSORS)])
             spec = spec_of(rng, op, target)
             if spec is None:
                 continue
+            other = "bfloat16" if spec.dtype == "float32" else "float32"
+            spec = replace(spec, out_dtype=None if seed < SEEDS_OF_AN_OP else other)
             rows = rng.choice(ROWS) * (spec.heads or 1)
             groups = rng.choice((1, 2, 4)) if rows % 4 == 0 else 1
             sizes = None

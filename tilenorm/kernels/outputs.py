@@ -26,18 +26,18 @@ def scale(w, OFFSET):
     return w + OFFSET if OFFSET != 0.0 else w
 
 
-def affine(this, x_hat, w, b, dtype):
+def affine(this, x_hat, w, b, dtype, OUT):
     """x̂ · w + b, with w in float32.
 
     EARLY rounds x̂ to `dtype` before the weight multiplies it. It also rounds the product where the
-    weight has that dtype.
+    weight and the output, whose dtype is OUT, have that dtype.
     """
     y = x_hat
     if this.norm.EARLY:
         y = y.astype(dtype).astype(ct.float32)
     if given(this.a.W):
         y = y * w
-        if this.norm.EARLY and this.a.W.dtype == dtype:
+        if this.norm.EARLY and this.a.W.dtype == dtype and dtype == OUT:
             y = y.astype(dtype).astype(ct.float32)
     if given(this.a.B):
         y = y + b
@@ -118,7 +118,7 @@ def output_of(this, j, rows, parameters):
     w, b = parameters
     w = scale(w, norm.OFFSET) if given(a.W) else None
     b = b.astype(ct.float32) if given(a.B) else None
-    y = affine(this, rows.centered[j] * rows.rstd, w, b, DTYPE)
+    y = affine(this, rows.centered[j] * rows.rstd, w, b, a.X.dtype, DTYPE)
     if given(a.MOD_SCALE):
         y = modulated(y, rows.row.modulation[j])
     if given(a.GATE) and not norm.GATE_FIRST:
@@ -243,7 +243,8 @@ def write_output_again(this, tile, row, weights, number):
         b = None
         if given(a.B):
             b = read_late(a.B, weights.home, j, number).astype(ct.float32)
-        ys += (affine(this, x_hat_of(saved.unpacked(), this.norm), w, b, dtype).astype(dtype),)
+        y = affine(this, x_hat_of(saved.unpacked(), this.norm), w, b, dtype, dtype)
+        ys += (y.astype(dtype),)
     for j, y in ct.static_iter(enumerate(ys)):
         write(a.Y, tile.at(j), y, this.how.STORE)
 

@@ -34,9 +34,10 @@ from .tuned.tables import TABLES
 def chosen(spec: NormSpec, target: Target, needs: Needs | None = None) -> Config:
     """The configuration of a forward pass, or, with `needs`, of a backward pass.
 
-    A norm whose output is quantised has the configuration, and so the bits, of the plain one.
+    A norm whose output is quantised, or has a dtype of its own, has the configuration, and so the
+    bits, of the plain one.
     """
-    spec, op = spec.unquantized, ""
+    spec, op = spec.unquantized if needs else spec.uncast, ""
     if config := forcing.of_direction("forward" if needs is None else "backward"):
         return _forced(spec, target, config)
     if tabled := _tabled(spec, target, needs):
@@ -216,7 +217,7 @@ def _rotated(spec: NormSpec, needs: Needs | None) -> RopeForward | RopeBackward:
 
 def source(spec: NormSpec, target: Target, needs: Needs | None = None) -> str:
     """The table or rule that the configuration comes from."""
-    spec = spec.unquantized
+    spec = spec.unquantized if needs else spec.uncast
     if forcing.of_direction("forward" if needs is None else "backward"):
         return "forced"
     tabled = _tabled(spec, target, needs)

@@ -78,15 +78,17 @@ def backward_kind(spec: NormSpec) -> "type[BackwardPlan | RopeBackwardPlan]":
 
 
 def backward_spec(spec: NormSpec, needs: Needs) -> NormSpec:
-    """The spec of a backward pass: an addend concerns the sum alone, and rounding y alone. A skip's
-    dtype matters if it is not the input's, because dy has it. A mask and a layer scale concern the
-    gradient of the input alone. The gradient is that of y, whether or not y is quantised as well.
+    """The spec of a backward pass: an addend concerns the sum alone, and rounding y alone. The
+    dtype of dy matters where it is not the input's. It is then the skip's, whether a skip or an
+    out_dtype gave it to y. A mask and a layer scale concern the gradient of the input alone. The
+    gradient is that of y, whether or not y is quantised as well.
     """
-    skip = None if spec.skip == spec.dtype else spec.skip
+    skip = None if spec.y_dtype == spec.dtype else spec.y_dtype
     rounding = spec.rounding if needs.output else "late"
     if not needs.dx:
         spec = replace(spec, **{port.role: None for port in BRANCH_PORTS}, dropout_scale=1.0)
-    return replace(spec, addend=None, skip=skip, rounding=rounding, quantized=None)
+    absent = dict.fromkeys(("addend", "quantized", "out_dtype"))
+    return replace(spec, **absent, skip=skip, rounding=rounding)
 
 
 @dataclass(frozen=True)

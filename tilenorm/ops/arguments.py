@@ -72,7 +72,7 @@ def check(
         if option not in ("scaling", "layout", "dtype", "rotary_dim"):
             check_option(name, option, value)
     check_layout(name, "input", input)
-    check_dtype(name, "input", input)
+    check_dtype(name, "input", input.dtype)
     shape = _check_shape(name, normalized_shape, input, layer)
     named = op.named(tensors)
     columns: tuple = ()
@@ -174,6 +174,11 @@ def check_option(op: str, name: str, value: object) -> None:
         _check_word(op, name, value, words)
     elif kind == "float":
         _check_float(op, name, value, "a float")
+    elif kind == "ScalarType?":
+        right = value is None or isinstance(value, torch.dtype)
+        check_argument(op, name, value, right, "a torch.dtype or None")
+        if value is not None:
+            check_dtype(op, name, value)
     else:
         check_argument(op, name, value, isinstance(value, bool), "a bool")
 
@@ -260,7 +265,7 @@ def _check_port(op: str, port: Port, tensors: dict[str, Any], sizes: dims.Sizes)
     check_layout(op, argument, tensor)
     dtypes = DTYPES_OF.get(port.like)
     if dtypes is None:
-        check_dtype(op, argument, tensor)
+        check_dtype(op, argument, tensor.dtype)
     elif tensor.dtype not in dtypes:
         takes = port.like.replace(" ", " or ") if len(dtypes) > 1 else str(dtypes[0])
         raise wrong(op, argument, takes, tensor.dtype, NotImplementedError)
@@ -331,10 +336,10 @@ def check_layout(op: str, name: str, tensor: Tensor) -> None:
         raise wrong(op, name, takes, tensor.layout, NotImplementedError)
 
 
-def check_dtype(op: str, name: str, tensor: Tensor) -> None:
-    if tensor.dtype not in DTYPES:
+def check_dtype(op: str, name: str, dtype: torch.dtype) -> None:
+    if dtype not in DTYPES:
         takes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise wrong(op, name, takes, tensor.dtype, NotImplementedError)
+        raise wrong(op, name, takes, dtype, NotImplementedError)
 
 
 def kind_of(value: object) -> str:

@@ -147,7 +147,7 @@ def checked(
         return called.formula()
     if not op.quantized and has_sharded_rows(cast[0], dims):
         return of_sharded_rows(op, cast, options, dims, eps_of_norms, backend)
-    arguments_of_op = *cast, *options, *eps_of_norms, save, backend
+    arguments_of_op = op.in_order(cast, options, eps_of_norms, save, backend)
     return called.present(getattr(torch.ops.tilenorm, op.name)(*arguments_of_op))
 
 

@@ -5,6 +5,7 @@ Each makes two groups of its arguments, in the order of its row in the table: te
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from .call import call
@@ -20,6 +21,7 @@ def rms_norm(
     bias: Tensor | None = None,
     offset: float = 0.0,
     rounding: str = "late",
+    out_dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Root mean square normalisation over the trailing dimensions, as torch.nn.functional.rms_norm.
@@ -44,13 +46,18 @@ def rms_norm(
         offset: added to the weight, 1.0 for weights stored around zero, as Gemma's.
         rounding: "late" rounds once, as PyTorch does. "early" rounds x / sqrt(...) to the input's
             dtype before the weight, as Hugging Face's LlamaRMSNorm does.
+        out_dtype: of the output, float16, bfloat16, float32 or float64; None is the input's. What
+            is computed in float32 is rounded to it, and to no other dtype before. With
+            rounding="early", x / sqrt(...) is rounded to the input's dtype, and what the weight and
+            the bias make of it is rounded once, to out_dtype.
         backend: "cutile" or "reference" to insist on one; None chooses (see tilenorm.explain).
 
     Returns:
-        A contiguous tensor of the input's shape and dtype. Differentiable in input, weight and
-        bias, to any order. torch.func's transforms and forward-mode derivatives run the reference.
-        Under torch.autocast in the dtype that PyTorch's own function gives: on CUDA the input is
-        cast to float32 first, for RMSNorm from PyTorch 2.12 on.
+        A contiguous tensor of the input's shape, and of its dtype or out_dtype. Differentiable in
+        input, weight and bias, to any order; each gradient has the dtype of its tensor.
+        torch.func's transforms and forward-mode derivatives run the reference. Under torch.autocast
+        in out_dtype, or in the dtype that PyTorch's own function gives: on CUDA the input is cast
+        to float32 first, for RMSNorm from PyTorch 2.12 on.
 
     Raises:
         TypeError, RuntimeError, NotImplementedError: an argument of the wrong type, shape, device
@@ -58,7 +65,7 @@ def rms_norm(
         RuntimeError: the backend asked for cannot serve, with the reason.
         ValueError: an unknown backend or rounding, an input of too few dimensions.
     """
-    tensors, asked = (input, weight, bias), (offset, rounding)
+    tensors, asked = (input, weight, bias), (offset, rounding, out_dtype)
     return call("rms_norm", tensors, normalized_shape, eps, asked, backend)[0]
 
 
@@ -71,6 +78,7 @@ def layer_norm(
     *,
     offset: float = 0.0,
     rounding: str = "late",
+    out_dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Layer normalisation over the trailing dimensions, as torch.nn.functional.layer_norm.
@@ -85,7 +93,7 @@ def layer_norm(
     Args, returns, raises: as rms_norm, but eps takes no None, and too few dimensions raise
     RuntimeError, as in PyTorch.
     """
-    tensors, asked = (input, weight, bias), (offset, rounding)
+    tensors, asked = (input, weight, bias), (offset, rounding, out_dtype)
     return call("layer_norm", tensors, normalized_shape, eps, asked, backend)[0]
 
 
@@ -102,6 +110,7 @@ def add_rms_norm(
     dropout_mask: Tensor | None = None,
     dropout_scale: float = 1.0,
     layer_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """input + residual and its RMSNorm, in one pass.
@@ -124,16 +133,17 @@ def add_rms_norm(
         The others are those of rms_norm.
 
     Returns:
-        (output, residual_out), contiguous: output in the input's dtype (under autocast, as
-        rms_norm), residual_out in the (last) residual's. output is the norm of residual_out as
-        rounded to that dtype. The backward pass takes the gradients of both, either of which may
-        be absent, and returns that of the input and that of the residual, each in its own dtype and
-        in memory of its own or of the other's, never the caller's; and that of layer_scale.
+        (output, residual_out), contiguous: output in out_dtype or the input's dtype (under
+        autocast, as rms_norm), residual_out in the (last) residual's. output is the norm of
+        residual_out as rounded to that dtype. The backward pass takes the gradients of both, either
+        of which may be absent, and returns that of the input and that of the residual, each in its
+        own dtype and in memory of its own or of the other's, never the caller's; and that of
+        layer_scale.
 
     Raises: as rms_norm.
     """
     tensors = (input, residual, weight, bias, None, dropout_mask, layer_scale)
-    asked = (offset, rounding, dropout_scale)
+    asked = (offset, rounding, dropout_scale, out_dtype)
     made = call("add_rms_norm", tensors, normalized_shape, eps, asked, backend)
     return made[:2]
 
@@ -151,6 +161,7 @@ def add_layer_norm(
     dropout_mask: Tensor | None = None,
     dropout_scale: float = 1.0,
     layer_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """input + residual and its LayerNorm, in one pass.
@@ -160,7 +171,7 @@ def add_layer_norm(
     Args, returns, raises: as add_rms_norm and layer_norm.
     """
     tensors = (input, residual, weight, bias, None, dropout_mask, layer_scale)
-    asked = (offset, rounding, dropout_scale)
+    asked = (offset, rounding, dropout_scale, out_dtype)
     made = call("add_layer_norm", tensors, normalized_shape, eps, asked, backend)
     return made[:2]
 
@@ -236,6 +247,7 @@ def gated_rms_norm(
     norm_before_gate: bool = True,
     activation: str = "silu",
     rounding: str = "late",
+    out_dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """RMSNorm with a gate, as in Mamba-2, Qwen3-Next and Kimi Linear.
@@ -256,12 +268,13 @@ def gated_rms_norm(
         The others are those of rms_norm.
 
     Returns:
-        A contiguous tensor of the input's shape and dtype, differentiable in input, gate, weight
-        and bias.
+        A contiguous tensor of the input's shape, and of its dtype or out_dtype, differentiable in
+        input, gate, weight and bias.
 
     Raises: as rms_norm.
     """
-    tensors, asked = (input, gate, weight, bias), (offset, rounding, norm_before_gate, activation)
+    tensors = (input, gate, weight, bias)
+    asked = (offset, rounding, norm_before_gate, activation, out_dtype)
     return call("gated_rms_norm", tensors, normalized_shape, eps, asked, backend)[0]
 
 
@@ -277,6 +290,7 @@ def gated_layer_norm(
     norm_before_gate: bool = True,
     activation: str = "silu",
     rounding: str = "late",
+    out_dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """LayerNorm with a gate.
@@ -286,7 +300,8 @@ def gated_layer_norm(
 
     Args, returns, raises: as gated_rms_norm and layer_norm.
     """
-    tensors, asked = (input, gate, weight, bias), (offset, rounding, norm_before_gate, activation)
+    tensors = (input, gate, weight, bias)
+    asked = (offset, rounding, norm_before_gate, activation, out_dtype)
     return call("gated_layer_norm", tensors, normalized_shape, eps, asked, backend)[0]
 
 

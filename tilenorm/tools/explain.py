@@ -192,8 +192,9 @@ def _passes(spec: NormSpec, rows: int, target: Target, terms: int, sizes: Sizes 
     if not spec.differentiable:
         return forward, ((), None)
     needs = every_gradient(spec)._replace(terms=terms)
-    calls = calls_of(plan_backward(spec, target, needs), rows, sizes=sizes)
-    return forward, (_steps(calls), heuristics.source(spec, target, needs))
+    plan = plan_backward(spec, target, needs)
+    calls = calls_of(plan, rows, sizes=sizes)
+    return forward, (_steps(calls), heuristics.source(plan.spec, target, needs))
 
 
 def _steps(calls) -> tuple[Step, ...]:

@@ -12,6 +12,7 @@ from ..table import (
     MODULATION,
     NORMS,
     NOT_OF_ROWS,
+    OPS,
     OPTIONS,
     QUANTIZED_NORMS,
     ROTATED_NORMS,
@@ -48,6 +49,8 @@ def tuned_device(asked: argparse.Namespace) -> Device:
 def searches(asked: argparse.Namespace, device: Device) -> list[Search]:
     """The searches. Refuses specs that no table can serve."""
     directions = asked.direction
+    if asked.out_dtype:
+        raise RefusedError("--out-dtype: tables serve every output of a norm; tune without it")
     if asked.terms > 1:
         directions = [name for name in directions if name == "backward"]
         if not directions:
@@ -93,6 +96,7 @@ def _spec(asked: argparse.Namespace, op: str, hidden: int, dtype: str) -> NormSp
         ("--layer-scale", asked.layer_scale, branches, "takes none, or not with these options"),
         ("--gate-first", asked.gate_first, gated, "takes no gate"),
         ("--activation", asked.activation, gated, "takes no gate"),
+        ("--out-dtype", asked.out_dtype, "out_dtype" in OPS[op].options, "takes none"),
     ):
         if given and not taken:
             raise RefusedError(f"{name}: {op} {why}")
@@ -110,6 +114,7 @@ def _spec(asked: argparse.Namespace, op: str, hidden: int, dtype: str) -> NormSp
         "dropout_mask": "bool" if asked.dropout_mask else None,
         "dropout_scale": asked.dropout_mask or 1.0,
         "layer_scale": parameter if asked.layer_scale else None,
+        "out_dtype": None if asked.out_dtype == dtype else asked.out_dtype,
     }
     if asked.residual_dtype:
         fields["skip" if after else "residual"] = asked.residual_dtype
@@ -158,6 +163,7 @@ def add_spec(command: argparse.ArgumentParser, size: dict) -> None:
     add("--offset", type=float, default=0.0, help="added to the weight")
     add("--heads", type=_positive, default=0, help="each head has its own weight")
     add("--rounding", default="late", choices=OPTIONS["rounding"].words)
+    add("--out-dtype", choices=DTYPES, help="of the output; default: --dtype")
     add("--residual-dtype", choices=DTYPES, help="default: --dtype; modulated norms: none, no gate")
     add("--group-dtype", choices=DTYPES, help="of scale, shift and gate; default: --dtype")
     add("--residuals", type=int, default=1, choices=(1, 2), help="how many are added to the input")

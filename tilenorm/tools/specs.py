@@ -89,6 +89,7 @@ def options_of(spec: NormSpec, terms: int = 1) -> str:
         (spec.gate, f"gate {spec.gate} {place} the norm, activation {spec.activation}"),
         (spec.quantized, spec.quantized and spec.quantized.label),
         (spec.rounding != "late", f"rounding {spec.rounding}"),
+        (spec.out_dtype, f"output {spec.out_dtype}"),
         (terms > 1, f"{terms} terms of dy"),
     )
     parts = [f"weight {spec.weight}", f"bias {spec.bias}", f"offset {spec.offset:g}"]

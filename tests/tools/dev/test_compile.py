@@ -41,6 +41,7 @@ BY_GATE = 40  # where no table serves a gate
 IN_PAIRS, BY_HEADS, BY_TOKENS = 64, 16, 80
 MOST_SHARED = 20480  # bytes of shared memory of rotated heads
 QUANTIZED = (1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 12288, 16384)
+CAST = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "gated_rms_norm")
 CHAINS = (128, 1024, 2048, 2304, 3584, 4096, 5376)
 MODULATED = (64, 1000, 1152, 1536, 3072, 5120)
 BY_MODULATION = {"sm_80": 40, "sm_120": 96}  # of other architectures 16
@@ -159,6 +160,14 @@ def modulated(rng: Random, seed: int) -> Case:
     return Case(spec, Target.of(arch), ROWS - 1, needs=needs)
 
 
+def cast(rng: Random, seed: int) -> Case:
+    """A forward pass whose output has a dtype of its own. Backward, dy is as with a skip."""
+    dtype, out_dtype = rng.choice((("bfloat16", "float32"), ("float32", "bfloat16")))
+    op, hidden = rng.choice(CAST), rng.choice((128, 1000, *QUANTIZED[:-2]))
+    spec = NormSpec.of(op, hidden, dtype, weight=dtype, out_dtype=out_dtype)
+    return passes(spec, TUNED[seed % len(TUNED)], "forward", rng)
+
+
 def stands_for(direction: str, spec: NormSpec) -> str | None:
     """The operation whose table serves a spec, in a direction."""
     op = heuristics.operation(spec, None if direction == "forward" else every_gradient(spec))
@@ -245,6 +254,7 @@ KINDS = (
     (quantized, 1, 8, lambda *_: BY_SCALES),
     (chain, 1, 4, lambda *_: 0),
     (modulated, 1, 10, lambda case, _: BY_MODULATION.get(case.target.arch, 16)),
+    (cast, 1, 8, lambda *_: 0),
 )
 
 

@@ -74,7 +74,7 @@ def arguments_of(
     before = before if tensors.gate is None else "gated_"
     before = before if tensors.scale is None else "modulated_"
     op = getattr(torch.ops.tilenorm, f"{before}{options.norm}_norm").default
-    values = tensors._asdict() | options._asdict() | {"eps": eps, "save": save}
+    values = tensors._asdict() | options._asdict() | {"eps": eps, "save": save, "out_dtype": None}
     values["norm_before_gate"] = not options.gate_first
     return op, values
 

@@ -61,8 +61,11 @@ def _emit(norm: Norm, tensors: Tensors, at: Node, sums: tuple[Node, ...] = ()) -
             of_rows = ("input",) if tensors.scale is not None else ("input", "gate")
             permuted = {name: _permuted(getattr(tensors, name), order) for name in of_rows}
             tensors = _alike(tensors._replace(**permuted), norm.x)
-            what = calls.arguments_of(tensors, norm.options, norm.eps, _saves(norm))
-            call = calls.called(*what, norm.at)
+            op, arguments = calls.arguments_of(tensors, norm.options, norm.eps, _saves(norm))
+            if "out_dtype" in calls.FORWARD[op].options and (cast := _rounded(norm)):
+                arguments["out_dtype"] = known(cast).dtype
+                outputs["output"] = cast
+            call = calls.called(op, arguments, norm.at)
             new = {
                 old: _result(call, name, old, norm.x, order if name == "output" else None)
                 if old.users
@@ -76,7 +79,7 @@ def _emit(norm: Norm, tensors: Tensors, at: Node, sums: tuple[Node, ...] = ()) -
     if sums and at is norm.at:  # a check of the sum's metadata may stand before it
         for user in filter(is_idle, list(sums[-1].users)):
             erase(user)
-    _take_over(new, (*sums, *norm.parts, norm.at))
+    _take_over(new, (*sums, *norm.parts, *norm.outputs.values(), norm.at))
     if tensors.residual is None:
         return norm.kind
     if tensors.scale is None:
@@ -162,6 +165,18 @@ def emit_backward(norm: Gradient) -> str:
         }
     _take_over(new, (norm.at,))
     return norm.kind
+
+
+def _rounded(norm: Norm) -> Node | None:
+    """The node that rounds a float32 output to 16 bits, as the op does where nothing else reads the
+    output.
+    """
+    y = norm.outputs.get("output")
+    cast = y and only_user(y)
+    if cast is None or cast_input(cast) is not y or known(y).dtype != torch.float32:
+        return None
+    value = known(cast)
+    return cast if value.dtype in DTYPES_16_BIT and value.is_contiguous() else None
 
 
 def _saves(norm: Norm) -> bool:

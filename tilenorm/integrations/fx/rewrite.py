@@ -56,7 +56,8 @@ def replace_norms(
     The weight, the bias and a gate silu(z) or sigmoid(z) that are applied to a norm belong to the
     op, with the casts between them, if the op rounds where they do. A gate that is computed in 16
     bits stays outside, for example. A norm of the sum of two tensors becomes one op that also
-    computes the sum.
+    computes the sum. Where a float32 output is only cast to 16 bits, the op's out_dtype does that,
+    and the cast is the node that is replaced.
 
     So does a modulation by sample, frame or token, as in diffusion transformers: the norm times
     1 + scale, plus shift, for views of them with sizes of 1 such as scale[:, None]; and a gate by

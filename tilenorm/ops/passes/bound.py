@@ -91,13 +91,13 @@ def specs_of(
         row, ports = OPS[stage.op], stage.ports
         by_role = {role: named.get(ports.get(role)) for role in row.roles}
         heads = max([of_port.get(ports.get(role), 0) for role in ("weight", "bias")])
-        specs.append(_spec_of(row, options, by_role, heads, of_port))
+        specs.append(_spec_of(op, options, by_role, heads, of_port))
     return tuple(specs)
 
 
 def _spec_of(op: Op, options: tuple, dtypes: dict, heads: int, sizes: dict) -> NormSpec:
-    """The spec of an op that has one norm. dtypes: by the roles of the tensors that it takes."""
-    by_name, fields = dict(zip(op.options, options[1:], strict=True)), {}
+    """The spec of a norm of an op. dtypes: by the roles of the tensors that the norm takes."""
+    by_name, fields = op.named_options(options), {}
     if op.quantized:
         scaling, dtype, *rest = (by_name[name] for name in QUANTIZATION)
         fields["quantized"] = Quantization(scaling, name_of(dtype), *rest)
@@ -106,13 +106,16 @@ def _spec_of(op: Op, options: tuple, dtypes: dict, heads: int, sizes: dict) -> N
         tables = dtypes["cos"], sizes["cos"] == dim, dtypes["positions"]
         fields["rotation"] = Rotation(dim, sizes["input"], interleaved, *tables, heads_first)
         fields["key_hidden"] = sizes["key"]
+    out = by_name.get("out_dtype")
+    if out is not None and name_of(out) != dtypes["x"]:
+        fields["out_dtype"] = name_of(out)
     dtypes = {role: of for role, of in dtypes.items() if role == "x" or role in TENSORS}
     return NormSpec.of_tensors(options_of(op, options), dtypes, heads, **fields)
 
 
 def options_of(op: Op, options: tuple) -> Options:
     """The options of an op's norms."""
-    by_name = dict(zip(op.options, options[1:], strict=True))
+    by_name = op.named_options(options)
     by_name |= {"hidden": options[0], "norm": op.norm}
     by_name["gate_first"] = not by_name.get("norm_before_gate", True)
     return Options(**{name: by_name[name] for name in Options._fields if name in by_name})

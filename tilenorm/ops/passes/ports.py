@@ -21,7 +21,7 @@ def results(spec: NormSpec, save: bool) -> Results:
     """What the kernels of a forward pass write for each result of the op; None for an absent one.
     save: the statistics are among them.
     """
-    dtypes = {port.name: dtype for port, dtype in taken(spec)}
+    dtypes = {port.name: dtype for port, dtype in taken(spec)} | {"out_dtype": spec.out_dtype}
     how = spec.quantized
     asked = {"": True, "save": save}
     if how is not None:
@@ -43,7 +43,7 @@ def read(spec: NormSpec, needs: Needs, kernel_reads: Sequence[str] = ()) -> Tens
     kernel_reads: the roles of the tensors that were saved, by default NormSpec.kernel_reads.
     """
     ports = {port.role: port for port in spec.backward.tensors}
-    dy, total = spec.skip or spec.dtype, spec.residual or spec.dtype
+    dy, total = spec.y_dtype, spec.residual or spec.dtype
     dtypes = {"x": total, "input": spec.dtype}
     reads_dy, reads_dsum = needs.reads
     tensors: Tensors = [(ports["dy"], dy if reads_dy else None)]

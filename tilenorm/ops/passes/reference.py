@@ -59,7 +59,9 @@ def _by_operator(spec: NormSpec, tensors: Given, eps: float) -> Given:
     """What formula returns, by PyTorch's own operator."""
     x, skip = tensors["x"], tensors.get("skip")
     total = total_of(spec, tensors) if spec.residual else None
-    rows = rows_of(x if total is None else total, spec, x.dtype).reshape(-1, spec.hidden)
+    # An output of another dtype is not rounded to the input's first.
+    dtype = statistics_dtype(x) if spec.out_dtype else x.dtype
+    rows = rows_of(x if total is None else total, spec, dtype).reshape(-1, spec.hidden)
     hidden, mean, weight = (spec.hidden,), None, tensors["weight"]
     if spec.norm == "layer":
         parameters = _fast_parameters(spec, weight, tensors["bias"], statistics_dtype(x))
@@ -67,8 +69,10 @@ def _by_operator(spec: NormSpec, tensors: Given, eps: float) -> Given:
         mean = mean.view(-1)
     else:
         y, rstd = fused_rms_norm(
-            rows, hidden, weight if weight is None else weight.reshape(-1), eps
+            rows, hidden, weight if weight is None else weight.reshape(-1).to(dtype), eps
         )
+    if spec.out_dtype:
+        y = y.to(output_dtype(spec, x))
     y = reshaped(y, x.shape) if skip is None else sum_of(y.view(x.shape), skip)
     return {"y": y, "sum": total, "mean": mean, "rstd": rstd.view(-1)}
 
@@ -90,7 +94,7 @@ def formula(spec: NormSpec, tensors: Given, eps: float) -> Given:
     if z is not None and not spec.gate_first:
         y = y * act(spec, z)
     y = modulated(y, tensors.get("mod_scale"), tensors.get("mod_shift"))
-    y = y.to(x.dtype).reshape(x.shape)
+    y = y.to(output_dtype(spec, x)).reshape(x.shape)
     y = y if skip is None else sum_of(y, skip)
     mean = None if mean is None else mean.reshape(-1)
     return {"y": y, "sum": total, "mean": mean, "rstd": rstd.reshape(-1)}
@@ -150,7 +154,7 @@ def backward(
     for term in terms:
         dy = dy + term  # rounded to its dtype, as autograd's own sums are
     x, gate, weight, bias, mean, rstd = map(saved.get, ROLES)
-    dtype = statistics_dtype(dy, x)
+    dtype = torch.float64 if spec.dtype == "float64" else statistics_dtype(dy, x)
     rows, g = rows_of(x, spec, dtype), rows_of(dy, spec, dtype)
     z = None if gate is None else rows_of(gate, spec, dtype)
     through_norm = needs.of_sum or (needs.dgate and spec.gate_first)
@@ -160,7 +164,7 @@ def backward(
     fast = spec.norm == "layer" and x.is_cpu and x.numel() and spec.hidden > 1
     if rstd is not None and fast and _has_operator(spec):
         parameters = _fast_parameters(spec, weight, bias, dtype)
-        statistics = (mean.reshape(like), rstd.reshape(like))
+        statistics = (mean.reshape(like).to(dtype), rstd.reshape(like).to(dtype))
         mask = [through_norm, needs.dw, needs.db]
         dx, dw, db = native_layer_norm_backward(
             g, rows, (spec.hidden,), *statistics, *parameters, mask
@@ -190,9 +194,9 @@ def backward(
         dx = dx + rows_of(dsum, spec, dtype)
     if spec.modulated:
         by_group += (group_gradient(spec, dx, saved) if needs.dmod_gate else None,)
-    like_x = dy if spec.residual else x
+    dtype_of_input = getattr(torch, spec.dtype) if spec.residual else x.dtype
     grads = (
-        of_input(spec, dx.to(like_x.dtype).reshape(like_x.shape), dx, saved) if needs.dx else None,
+        of_input(spec, dx.to(dtype_of_input).reshape(x.shape), dx, saved) if needs.dx else None,
         dx.to(x.dtype).reshape(x.shape) if needs.dresidual else None,
         dgate.to(gate.dtype).reshape(gate.shape) if needs.dgate else None,
         dw.to(weight.dtype).reshape(weight.shape) if needs.dw else None,
@@ -323,6 +327,11 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def output_dtype(spec: NormSpec, x: Tensor) -> torch.dtype:
+    """The dtype of normalised rows, to which nothing was added yet."""
+    return getattr(torch, spec.out_dtype) if spec.out_dtype else x.dtype
+
+
 def statistics_dtype(*tensors: Tensor | None) -> torch.dtype:
     """The dtype of mean and rstd, and of what the reference computes in."""
     for tensor in tensors:  # any() of a generator takes longer
@@ -435,11 +444,13 @@ def _normalize(
 def affine(
     spec: NormSpec, x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """x̂ · (weight + offset) + bias. dtype: the output's, to which early rounding rounds x̂ first."""
+    """x̂ · (weight + offset) + bias. dtype: the input's, to which early rounding rounds x̂ first, and
+    the product where the weight and the output have it too.
+    """
     compute, early = x_hat.dtype, spec.rounding == "early"
     y = x_hat.to(dtype).to(compute) if early else x_hat
     y = weigh(spec, y, weight)
-    if early and weight is not None and weight.dtype == dtype:
+    if early and weight is not None and weight.dtype == dtype and not spec.out_dtype:
         y = y.to(dtype).to(compute)
     if bias is not None:
         y = by_heads(spec, y, bias.to(compute), torch.add)

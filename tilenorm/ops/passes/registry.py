@@ -83,7 +83,8 @@ def cutile_refuses(spec: NormSpec, rows: int, device: Device) -> str | None:
 
 def spec_refused(spec: NormSpec) -> str | None:
     """Why the kernels do not take a spec on any device, or None."""
-    for name, dtype in zip(TENSORS, spec.dtypes, strict=True):
+    dtypes = (*zip(TENSORS, spec.dtypes, strict=True), ("out_dtype", spec.out_dtype))
+    for name, dtype in dtypes:
         if dtype is not None and dtype not in DTYPES and dtype != "bool":
             argument = "input" if name == "dtype" else name.removeprefix("mod_")
             return f"{argument} is {dtype}; the kernels take {', '.join(DTYPES)}"

@@ -92,6 +92,7 @@ def by_op(
     mask = [asked[place] for place in row.gradient_index[: len(row.masked)]]
     arguments = {**spec.options._asdict(), "shift": spec.mod_shift, "eps": eps, "output_mask": mask}
     arguments |= {"added": spec.residual is not None, "backend": what.backend, "output": False}
+    arguments["input_dtype"] = getattr(torch, spec.dtype) if spec.residual else None
     if how := spec.rotation:
         arguments |= {"rotary_dim": how.dim, "interleaved": how.interleaved}
         arguments["output_heads_first"] = how.heads_first

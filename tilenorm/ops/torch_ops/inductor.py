@@ -176,7 +176,8 @@ def forward(name: str, *, hidden: int, save: bool, backend: str | None, **option
         x = tensors[0]
         bound = bound or bound_of(op, tensors, asked, backend)
         if x.numel() > most or not bound.plain.takes(tensors):
-            results = getattr(torch.ops.tilenorm, name)(*tensors, *asked, *eps, save, backend)
+            arguments = op.in_order(tensors, asked, eps, save, backend)
+            results = getattr(torch.ops.tilenorm, name)(*arguments)
             return [results] if isinstance(results, Tensor) else results
         run = bound.training if save else bound.inference
         with on_device_of(x):

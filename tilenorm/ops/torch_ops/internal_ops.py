@@ -60,11 +60,13 @@ class InternalCall:
 
     def results(self) -> Sequence[Result]:
         """Those of a backward pass. A gradient has the shape and the dtype of its tensor. Once a
-        residual was added, x is the sum, and dy has the dtype of the input.
+        residual was added, x is the sum, and dy has the dtype of the input unless input_dtype tells
+        another one.
         """
         t, of_op = self.tensors, []
         likes = t | {"residual": t["x"], "y": t["dy"]}
-        likes["x"] = t["dy"] if self.options.get("added") else t["x"]
+        if self.options.get("added"):
+            likes["x"] = Result(t["x"].shape, self.options.get("input_dtype") or t["dy"].dtype)
         if shift := self.options.get("shift"):
             likes["mod_shift"] = Result(t["mod_scale"].shape, getattr(torch, shift))
         needed = asked_of(self.needs(self.spec))
@@ -91,7 +93,8 @@ class Backward(InternalCall):
     """A call of the op of a backward pass. Two of its tensors are the gradients of the results,
     "dy" and "dsum". The op returns what Needs.gradients asks for, and y.
 
-    added: whether there was a residual; x is then the sum. TERMS are added to grad_output, from
+    added: whether there was a residual; x is then the sum, and input_dtype tells the input's dtype
+    where dy has another one. TERMS are added to grad_output, from
     left to right; each addition is rounded to its dtype, as autograd's own are. output: y is
     written once more, with the bits of the forward pass, whose eps and rounding have to be given
     then; NormSpec.output_refused tells for what it is refused. shift: the dtype of the shift of a
@@ -111,9 +114,11 @@ class Backward(InternalCall):
         tensors, dtypes, asked = self.tensors, self.dtypes, self.options
         x, dy = (name_of(tensors[role].dtype) for role in ("x", "dy"))
         if asked["added"]:
-            dtypes |= {"x": dy, "residual": x}
-        else:  # only what is added to the normalised rows gives y another dtype
-            dtypes |= {"x": x, "skip": None if dy == x else dy}
+            like = asked.get("input_dtype")
+            dtypes |= {"x": dy if like is None else name_of(like), "residual": x}
+        else:
+            dtypes["x"] = x
+        dtypes["skip"] = None if dy == dtypes["x"] else dy
         dtypes["mod_shift"] = asked.get("shift")
         options = Options(**{name: asked[name] for name in Options._fields if name in asked})
         heads = heads_of(options.hidden, tensors["weight"], tensors["bias"])

@@ -75,6 +75,7 @@ def schema_of(row: Op) -> str:
     """The schema of an op."""
     takes = [f"Tensor{'' if port.needed else '?'} {port.name}" for port in row.takes]
     arguments = ARGUMENTS | {name: f"{option.kind} {name}" for name, option in OPTIONS.items()}
+    arguments["out_dtype"] += "=None"
     arguments |= {port.name: f"Tensor? {port.name}=None" for port in row.takes_late}
     arguments["output_mask"] = f"bool[{len(row.masked)}] output_mask"
     behind = [arguments[name] for name in row.arguments[len(takes) :]]
@@ -104,11 +105,11 @@ class Called(NamedTuple):
 
     @classmethod
     def of(cls, row: Op, arguments: Sequence, by_name: dict | None = None) -> "Called":
-        tensors, options = len(row.takes), 1 + len(row.options)
-        eps, end = tensors + options, tensors + options + len(row.eps)
-        save, *backend = arguments[end:]
-        values, backend = tuple(arguments), backend or [(by_name or {}).get("backend")]
-        return cls(row, values[:tensors], values[tensors:eps], values[eps:end], save, *backend)
+        named = dict(zip(row.arguments, arguments, strict=False)) | (by_name or {})
+        tensors = tuple([named[port.name] for port in row.takes])
+        options = named["hidden"], *[named.get(name) for name in row.options]
+        eps = tuple([named[name] for name in row.eps])
+        return cls(row, tensors, options, eps, named["save"], named.get("backend"))
 
     @property
     def x(self) -> Any:
@@ -139,7 +140,7 @@ class Called(NamedTuple):
         if port.like == "scale":
             return SCALE_DTYPES[Quantization(self.option("scaling")).scale_dtype]
         if port.like in self.row.options:
-            return self.option(port.like)
+            return self.option(port.like) or self.x.dtype
         if port.like in named:
             like = named[port.like]
             return (self.x if like is None else like).dtype  # what is absent has one, too

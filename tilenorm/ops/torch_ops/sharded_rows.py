@@ -33,11 +33,14 @@ SHARDED = "rows are sharded over processes, for which there are no kernels"
 
 
 class How(NamedTuple):
-    """What a norm is told beside its tensors. dims: how many dimensions are normalised."""
+    """What a norm is told beside its tensors. dims: how many dimensions are normalised. out_dtype:
+    of the output; None for the input's.
+    """
 
     options: Options
     dims: int
     eps: float
+    out_dtype: torch.dtype | None = None
 
 
 def has_sharded_rows(x: Tensor, dims: int) -> bool:
@@ -62,10 +65,12 @@ def of_sharded_rows(
             raise wrong(op.name, port.argument, "a DTensor, as the input is one", "a Tensor")
     _select(op, tensors, options, backend)
     values = op.named(tensors)
+    out_dtype = op.named_options(options).get("out_dtype")
     for stage, stage_eps in zip(op.stages, eps, strict=True):
         row = OPS[stage.op]
         inputs = {role: values.get(stage.ports.get(role, "")) for role in row.roles}
-        y, total = normalize(row, inputs, How(options_of(row, options), dims, stage_eps))
+        how = How(options_of(op, options), dims, stage_eps, out_dtype)
+        y, total = normalize(row, inputs, how)
         values |= {stage.ports["y"]: y, stage.ports.get("sum", ""): total}
     return tuple([values.get(port.name) for port in op.makes[: op.shown]])
 
@@ -160,7 +165,8 @@ def forward(how: How, x, residual, gate, weight, bias) -> tuple[Any, ...]:
     y = affine(how, u * rstd, weight, bias, x.dtype)
     y = y * act(options, z.to(dtype)) if after else y
     total = total if total is None else _placed(total, x, x.placements)
-    return _placed(y.to(x.dtype), x, x.placements), total, sum(means) if means else None, rstd
+    y = _placed(y.to(how.out_dtype or x.dtype), x, x.placements)
+    return y, total, sum(means) if means else None, rstd
 
 
 def statistics(how: How, x: Any, u: Tensor) -> tuple[Sequence[Tensor], Tensor]:
@@ -186,12 +192,13 @@ def statistics(how: How, x: Any, u: Tensor) -> tuple[Sequence[Tensor], Tensor]:
 
 
 def affine(how: How, x_hat: Tensor, weight, bias, dtype: torch.dtype) -> Tensor:
-    """x̂ · (weight + offset) + bias. dtype: the output's, to which early rounding rounds x̂ first."""
+    """x̂ · (weight + offset) + bias. dtype: the input's, see reference.affine."""
     compute, early = x_hat.dtype, how.options.rounding == "early"
     y = x_hat.to(dtype).to(compute) if early else x_hat
     if weight is not None:
         y = y * scale(how.options, _parameter(how, weight), compute)
-        y = y.to(dtype).to(compute) if early and weight.dtype == dtype else y
+        again = early and weight.dtype == dtype and how.out_dtype in (None, dtype)
+        y = y.to(dtype).to(compute) if again else y
     return y if bias is None else y + _parameter(how, bias).to(compute)
 
 
