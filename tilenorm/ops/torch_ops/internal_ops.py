@@ -94,11 +94,11 @@ class Backward(InternalCall):
     "dy" and "dsum". The op returns what Needs.gradients asks for, and y.
 
     added: whether there was a residual; x is then the sum, and input_dtype tells the input's dtype
-    where dy has another one. TERMS are added to grad_output, from
-    left to right; each addition is rounded to its dtype, as autograd's own are. output: y is
-    written once more, with the bits of the forward pass, whose eps and rounding have to be given
-    then; NormSpec.output_refused tells for what it is refused. shift: the dtype of the shift of a
-    modulated norm, or None without one; `branch` is the input where a gate by group multiplied it.
+    where dy has another one. TERMS are added to grad_output, from left to right; each addition is
+    rounded to its dtype, as autograd's own are. output: y is written once more, with the bits of
+    the forward pass, whose eps and rounding have to be given then; NormSpec.output_refused tells
+    for what it is refused. shift: the dtype of the shift of a modulated norm, or None without one;
+    `branch` is the input where a gate by group multiplied it.
     """
 
     def __init__(self, arguments: Sequence, by_name: dict | None = None):
