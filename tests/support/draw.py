@@ -52,7 +52,8 @@ class Case:
     def how(self) -> Quantization | None:
         """How the output is quantised too, where a function quantises the norm."""
         spec = self.spec
-        if f"{spec.op}_quantized" not in QUANTIZED_NORMS or spec.dropout_mask or spec.layer_scale:
+        others = spec.dropout_mask, spec.layer_scale, spec.out_dtype  # those take none
+        if f"{spec.op}_quantized" not in QUANTIZED_NORMS or any(others):
             return None
         hows = [how for how in HOWS if not (how.group and spec.hidden % how.group)]
         return hows[self.seed % len(hows)]
