@@ -70,6 +70,7 @@ def test_it_loads_no_module_that_users_of_functions_do_not_need(loaded):
     assert [name for name in loaded if name.startswith(names)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_name_is_there_at_its_first_use():
     assert "fails:" not in printed(FAILING, *USES)

@@ -132,6 +132,7 @@ def test_precompile_without_a_cache(refused, monkeypatch):
     assert "cuTile's cache is off (CUDA_TILE_CACHE_DIR)" in refused(["precompile", *FOR_H200])
 
 
+@pytest.mark.slow
 def test_precompile_fills_the_cache(capsys, cache, compilations):
     command = ["precompile", "--arch", "sm_90", "--hidden", "16", "--no-weight"]
     command += ["--processes", "1"]

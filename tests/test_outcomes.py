@@ -87,6 +87,7 @@ def held(folder: Path, *gib: float, limit: float = 60, seconds: float) -> list[s
     return [subprocess.Popen([sys.executable, "-c", HOLD, *of], cwd=ROOT, **how) for of in words]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "gib, beside", [((0, 0), True), ((0, 8), True), ((8, 8), False), ((0, 40), False)]
 )

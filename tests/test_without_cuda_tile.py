@@ -90,6 +90,7 @@ def said() -> tuple[str, str]:
     return run.stdout, run.stderr
 
 
+@pytest.mark.slow
 def test_a_model_runs_and_commands_say_that_it_is_missing(said):
     out, err = said
     missing = "cuda-tile is not installed (No module named cuda); on Linux and Windows: pip install"

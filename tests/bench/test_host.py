@@ -65,6 +65,7 @@ def test_other_work_precedes_each_phase_of_a_call_in_the_cold(again, monkeypatch
         assert whole == pytest.approx([a + b for a, b in zip(*phases[1:], strict=True)], abs=0.02)
 
 
+@pytest.mark.slow
 def test_all_variants_of_a_step_run_in_one_process_over_the_same_weights(
     again, graphs, inline, liger, without_gpu
 ):

@@ -176,7 +176,7 @@ def test_a_partial_input_and_a_cut_residual_take_one_reduce_scatter():
         assert torch.equal(result.full_tensor(), expected)
 
 
-@pytest.mark.parametrize("form", slow_but_first([GATED, LAYER, *JOINED.values()]), ids=str)
+@pytest.mark.parametrize("form", slow(GATED, LAYER, *JOINED.values()), ids=str)
 @on_every_rank
 def test_second_derivatives(form):
     """Of rows that are whole, or of whose 29 columns the ranks have different numbers."""

@@ -31,7 +31,7 @@ from tilenorm.ops.torch_ops.sharding import strategies
 from tilenorm.table import BACKWARD, NOT_OF_ROWS, OPS
 
 from .placing import P, R, case, counted, placed
-from .world import NAMES, mesh, on_every_rank
+from .world import NAMES, mesh, on_every_rank, slow_but_first
 
 SHARDED = [op for op in OPS.values() if not op.quantized]
 ROWS = [(8,), (1, 8), (8, 1), (2, 4), (1, 2, 1, 4), (1,), (1, 1)]
@@ -223,7 +223,7 @@ def test_heads_of_rows_that_begin_with_a_size_of_1(weight):
         assert not collectives and found["weight"].placements == (weight,)
 
 
-@pytest.mark.parametrize("op", [op.name for op in SHARDED])
+@pytest.mark.parametrize("op", slow_but_first([op.name for op in SHARDED]))
 @on_every_rank
 def test_what_is_cut_alike_takes_no_collective(op):
     """By samples, or by tokens where no groups divide them: a tensor that has the dimension is cut

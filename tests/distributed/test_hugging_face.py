@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 import tilenorm
 
 from .placing import counted
-from .world import device, on_every_rank, slow_but_first
+from .world import device, on_every_rank
 
 pytestmark = pytest.mark.skipif(not find_spec("transformers"), reason="needs transformers")
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 8}
@@ -58,7 +58,8 @@ def trained(model) -> tuple[dict, dict]:
     return found, collectives
 
 
-@pytest.mark.parametrize("name", slow_but_first(MODELS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 @on_every_rank
 def test_patch_after_its_plan(name):
     """The collectives and gradients of the model that is not patched, and those of one process."""

@@ -130,8 +130,7 @@ def test_compile_replaces_norms_under_sequence_parallelism(name, first, backend)
 @pytest.mark.parametrize(
     "op, backend",
     [
-        ("add_rms_norm", "aot_eager"),
-        *slow(("gated_layer_norm, gate first", "aot_eager")),
+        *slow(("add_rms_norm", "aot_eager"), ("gated_layer_norm, gate first", "aot_eager")),
         pytest.param("add_layer_norm", "inductor", marks=INDUCTOR),
     ],
 )

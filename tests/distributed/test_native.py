@@ -64,6 +64,7 @@ def file(extension_file) -> Path:
     return extension_file
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRAPPERS)
 @on_every_rank
 def test_wrapped_norms(name, file):

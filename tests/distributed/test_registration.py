@@ -81,6 +81,7 @@ y = run(x)
 )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_the_first_use_registers_the_rules():
     command = [sys.executable, "-W", "ignore", "-c", FAILING, *USES]

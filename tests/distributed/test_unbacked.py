@@ -1,5 +1,6 @@
 """Replicated DTensors of rows whose number the data tell compile, as PyTorch's norms of them do."""
 
+import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -16,6 +17,7 @@ CALLS = (
 )
 
 
+@pytest.mark.slow
 @on_every_rank
 def test_replicated_rows():
     def run(x, mask, scale):

@@ -110,6 +110,7 @@ def classes(model) -> list:
     return [[base.__qualname__ for base in type(m).__mro__] for m in model.modules()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrap, order",
     [(wrap, order) for wrap, orders in WRAPPERS.items() for order in orders],

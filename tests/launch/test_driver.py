@@ -271,6 +271,7 @@ assert ct.launch is patched  # what others see stays as they made it
 """
 
 
+@pytest.mark.slow
 def test_a_repeated_launch_gives_the_driver_what_cutile_gives_it(tmp_path, extension_file):
     program = REPEATED.replace("FOLDER", str(tmp_path))
     stand_in_driver.check(program.replace("EXTENSION", str(extension_file or "")), tmp_path)

@@ -72,6 +72,7 @@ def by_dynamo(case: Case):
     return program.model_proto
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", each(*BITS, quick=("RMSNorm", "gated_rms_norm, 16 bits")))
 def test_a_module(name):
     assert_same_numbers(by_dynamo(CASES[name]), CASES[name])

@@ -248,12 +248,12 @@ def allowed_of_rotated(case: Case, _: str) -> int:
 KINDS = (
     (any_kind, 1, 24, lambda *_: 1 << 20),
     (end_of_a_regime, 1, 30, allowed_of_a_regime),
-    (several_terms, 1, 12, allowed_of_terms),
-    (sharing_blocks, 1, 10, lambda *_: BY_SHARING),
+    (several_terms, 0, 12, allowed_of_terms),
+    (sharing_blocks, 0, 10, lambda *_: BY_SHARING),
     (rotated, 1, 12, allowed_of_rotated),
     (quantized, 1, 8, lambda *_: BY_SCALES),
-    (chain, 1, 4, lambda *_: 0),
-    (modulated, 1, 10, lambda case, _: BY_MODULATION.get(case.target.arch, 16)),
+    (chain, 0, 4, lambda *_: 0),
+    (modulated, 0, 10, lambda case, _: BY_MODULATION.get(case.target.arch, 16)),
     (cast, 1, 8, lambda *_: 0),
 )
 
