@@ -126,9 +126,9 @@ class LayerNorm(_WithOptions, nn.LayerNorm):
         """Normalise input, of shape (..., *normalized_shape). The output has its dtype or
         out_dtype.
         """
-        own = self._parameters
-        if type(self) is LayerNorm and "weight" in own and "bias" in own:
-            weight, bias = own["weight"], own["bias"]
+        parameters = self._parameters
+        if type(self) is LayerNorm and "weight" in parameters and "bias" in parameters:
+            weight, bias = parameters["weight"], parameters["bias"]
         else:
             weight, bias = self.weight, self.bias
         return layer_norm(
@@ -159,11 +159,11 @@ class _Modulated(nn.Module):
         """The norm of input, scaled and shifted; with a residual, that of residual + gate · input,
         and this sum.
         """
-        own, bias = self._parameters, None
-        if type(self) in (ModulatedRMSNorm, ModulatedLayerNorm) and "weight" in own:
-            weight = own["weight"]
-            if "bias" in own:
-                bias = own["bias"]
+        parameters, bias = self._parameters, None
+        if type(self) in (ModulatedRMSNorm, ModulatedLayerNorm) and "weight" in parameters:
+            weight = parameters["weight"]
+            if "bias" in parameters:
+                bias = parameters["bias"]
         else:
             weight, bias = self.weight, getattr(self, "bias", None)
         return self._function(

@@ -123,8 +123,10 @@ class Cut:
         """What float32 loses of 1 / count(chunk)."""
         if self.CHUNKS == 1:
             return ct.static_eval(rest_of(self.N))
-        last = ct.static_eval(rest_of(self.N - (self.CHUNKS - 1) * sum(self.WIDTHS)))
-        return ct.where(chunk == self.CHUNKS - 1, last, ct.static_eval(rest_of(sum(self.WIDTHS))))
+        of_last_chunk = ct.static_eval(rest_of(self.N - (self.CHUNKS - 1) * sum(self.WIDTHS)))
+        return ct.where(
+            chunk == self.CHUNKS - 1, of_last_chunk, ct.static_eval(rest_of(sum(self.WIDTHS)))
+        )
 
 
 def rest_of(count: int) -> float:

@@ -144,8 +144,8 @@ def add_rms_norm(
     """
     tensors = (input, residual, weight, bias, None, dropout_mask, layer_scale)
     asked = (offset, rounding, dropout_scale, out_dtype)
-    made = call("add_rms_norm", tensors, normalized_shape, eps, asked, backend)
-    return made[:2]
+    results = call("add_rms_norm", tensors, normalized_shape, eps, asked, backend)
+    return results[:2]
 
 
 def add_layer_norm(
@@ -172,8 +172,8 @@ def add_layer_norm(
     """
     tensors = (input, residual, weight, bias, None, dropout_mask, layer_scale)
     asked = (offset, rounding, dropout_scale, out_dtype)
-    made = call("add_layer_norm", tensors, normalized_shape, eps, asked, backend)
-    return made[:2]
+    results = call("add_layer_norm", tensors, normalized_shape, eps, asked, backend)
+    return results[:2]
 
 
 def rms_norm_add(
@@ -343,8 +343,8 @@ def rms_norm_add_rms_norm(
     Raises: as tilenorm.rms_norm.
     """
     tensors, asked = (input, residual, weight, next_weight), (offset, rounding)
-    made = call("rms_norm_add_rms_norm", tensors, normalized_shape, eps, asked, backend)
-    return made[:2]
+    results = call("rms_norm_add_rms_norm", tensors, normalized_shape, eps, asked, backend)
+    return results[:2]
 
 
 def layer_norm_add_layer_norm(
@@ -433,8 +433,8 @@ def modulated_rms_norm(
         The others are those of rms_norm.
     """
     tensors = input, scale, shift, weight, bias, residual, gate
-    made = call("modulated_rms_norm", tensors, normalized_shape, eps, (), backend)
-    return made[0] if residual is None else made[:2]
+    results = call("modulated_rms_norm", tensors, normalized_shape, eps, (), backend)
+    return results[0] if residual is None else results[:2]
 
 
 def modulated_layer_norm(
@@ -458,5 +458,5 @@ def modulated_layer_norm(
     Args, returns, raises: as modulated_rms_norm and layer_norm.
     """
     tensors = input, scale, shift, weight, bias, residual, gate
-    made = call("modulated_layer_norm", tensors, normalized_shape, eps, (), backend)
-    return made[0] if residual is None else made[:2]
+    results = call("modulated_layer_norm", tensors, normalized_shape, eps, (), backend)
+    return results[0] if residual is None else results[:2]

@@ -88,5 +88,5 @@ def rms_norm_rope(
         input, key = heads_last("input", input), heads_last("key", key)
     tensors = input, cos, sin, weight, key, key_weight, positions
     asked = rotary_dim, interleaved, first, offset, rounding
-    made = call("rms_norm_rope", tensors, normalized_shape, eps, asked, backend)
-    return made[0] if key is None else made[:2]
+    results = call("rms_norm_rope", tensors, normalized_shape, eps, asked, backend)
+    return results[0] if key is None else results[:2]

@@ -168,8 +168,8 @@ def _in_order(op: OpOverload, arguments: dict[str, Any]) -> tuple:
     """The arguments as the op takes them, without those at the end that are not given."""
     taken = op._schema.arguments
     present = {name for name, value in arguments.items() if value is not None}
-    last = max(i for i, a in enumerate(taken) if a.name in present or not a.has_default_value())
-    return tuple(arguments.get(a.name, a.default_value) for a in taken[: last + 1])
+    final = max(i for i, a in enumerate(taken) if a.name in present or not a.has_default_value())
+    return tuple(arguments.get(a.name, a.default_value) for a in taken[: final + 1])
 
 
 def _values(op: OpOverload, arguments: tuple) -> tuple[Tensor, ...]:

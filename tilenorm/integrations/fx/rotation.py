@@ -115,24 +115,24 @@ def _with_rotation(norm: Norm, path: list[Node], end: Node, cos: Node, sin: Node
 
     Raises Left if no op of tilenorm's computes both.
     """
-    x, q, last = known(norm.x), path[-1], end
+    x, q, rows = known(norm.x), path[-1], end
     check_tensors(norm.tensors, norm.dims, norm.options)
     if norm.weight is not None and known(norm.weight).dim() > 1:
         raise Left("its weight is by heads")
     if (cast := only_user(end)) is not None and cast_input(cast) is end:
-        last = cast if known(end).dtype != x.dtype else end
+        rows = cast if known(end).dtype != x.dtype else end
     swapped = _swapped(path)
     heads = _heads(known(q), known(cos), known(sin))
     if heads != 1 if swapped else heads == 1 and x.dim() == 3:
         raise Left(SWAPPED)
-    inside = {*nodes, end, last, *path[1:]}
-    if any(user not in inside for node in (*path, *inside - {last}) for user in users_of(node)):
+    inside = {*nodes, end, rows, *path[1:]}
+    if any(user not in inside for node in (*path, *inside - {rows}) for user in users_of(node)):
         raise Left("other nodes use its intermediate results")
     for node in (cos, sin):
         table = known(node)
         if table.dtype not in PARAMETER_DTYPES or table.device != x.device or table.requires_grad:
             raise Left(f"{node.name} is a {table.dtype} on {table.device}, or needs a gradient")
-    y = known(last)
+    y = known(rows)
     before = y.transpose(1, 2) if heads == 1 else y
     if y.dtype != x.dtype or not (y.is_contiguous() or before.is_contiguous()):
         raise Left(f"its result is {y.dtype} with strides {y.stride()}")
@@ -142,7 +142,7 @@ def _with_rotation(norm: Norm, path: list[Node], end: Node, cos: Node, sin: Node
     parts = tuple(sorted({*norm.parts, norm.at, *inside}))
     rounding = _rounding(norm, (end, *nodes, path[0]))
     options = norm.options._replace(rounding=rounding)
-    how = {"options": options, "outputs": {"output": last}, "at": last, "parts": parts}
+    how = {"options": options, "outputs": {"output": rows}, "at": rows, "parts": parts}
     return replace(norm, rotation=rotation, **how)
 
 

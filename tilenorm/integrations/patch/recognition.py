@@ -201,14 +201,14 @@ def _exact_form(
     module: nn.Module, rows: Rows, trials: list[Trial], arguments: tuple[str, ...]
 ) -> Form:
     """The form that matches a module's float32 outputs and gradients; rounding stays "late"."""
-    count, last = trials[0].columns(rows.tail), rows.tail[-1]
+    count, width = trials[0].columns(rows.tail), rows.tail[-1]
     options = {"arguments": arguments, "sizes": rows.sizes}
     options["dims"] = len(rows.tail) if count == math.prod(rows.tail) else 1
     if len(rows.tail) > 2 and options["dims"] == 1 and parameters_of(module):
         sizes = list(rows.tail)
         raise Unrecognised(f"its parameters have shape {sizes}, more than a row for each head")
-    if 1 < count < last and last % count == 0 and not rows.is_free:
-        options["groups"] = last // count
+    if 1 < count < width and width % count == 0 and not rows.is_free:
+        options["groups"] = width // count
     form, calls = None, []
     for number in (1, 2):
         exact = [t for t in trials if len(t.inputs) == number and not is_half(t.dtypes)]
