@@ -5,31 +5,25 @@ import pickle
 import subprocess
 import sys
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 
 import tilenorm
+from tests.support.forks import ROOT, failing
 from tilenorm import integrations
 
-ROOT = Path(__file__).parent.parent
 LOADED = """
 import sys, torch
 before = set(sys.modules)
 import tilenorm
 print(*sorted(set(sys.modules) - before))
 """
-# Prints which of its arguments fail, each in a process of its own.
-FAILING = """
-import os, sys, torch
-for use in sys.argv[1:]:
-    child = os.fork()
-    if child == 0:
-        import tilenorm
-        exec(use)
-        os._exit(0)
-    if os.waitpid(child, 0)[1]:
-        print("fails:", use)
+BEFORE = """
+import torch
+
+def first(use):
+    import tilenorm
+    exec(use, {"torch": torch, "tilenorm": tilenorm})
 """
 # A first use of each name in a process that has none of the modules behind it.
 USES = (
@@ -73,7 +67,7 @@ def test_it_loads_no_module_that_users_of_functions_do_not_need(loaded):
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_name_is_there_at_its_first_use():
-    assert "fails:" not in printed(FAILING, *USES)
+    assert "fails:" not in failing(BEFORE, USES)
 
 
 @pytest.mark.parametrize("module", (tilenorm, integrations), ids=("tilenorm", "integrations"))

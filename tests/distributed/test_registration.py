@@ -1,22 +1,17 @@
 """When the rules for DTensors are registered: in this process and in new ones."""
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, _op_schema
 
+from tests.support.forks import failing
 from tilenorm.ops.pytorch.torch_private import keep_every_argument
 
-ROOT = Path(__file__).parents[2]
-
-# Prints which of its arguments fail. Each is a use, in which a process of its own, with one rank,
-# first meets a DTensor.
-FAILING = """
-import os, sys, tempfile
+# In each use a process of its own, with one rank, first meets a DTensor.
+BEFORE = """
+import tempfile
 import torch
 import torch.distributed as dist
 
@@ -50,15 +45,6 @@ def first(use):
             found = op(x, x, *parameters, *row, True)
             assert [t.placements[0] for t in found] == [Shard(1)] * 3
     dist.destroy_process_group()
-
-
-for use in sys.argv[1:]:
-    child = os.fork()
-    if child == 0:
-        first(use)
-        os._exit(0)
-    if os.waitpid(child, 0)[1]:
-        print("fails:", use)
 """
 USES = (
     # The op of an inference tensor.
@@ -84,9 +70,7 @@ y = run(x)
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_the_first_use_registers_the_rules():
-    command = [sys.executable, "-W", "ignore", "-c", FAILING, *USES]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
+    assert failing(BEFORE, USES) == ""
 
 
 @pytest.mark.parametrize("op", ["add_rms_norm", "norm_backward"])

@@ -266,9 +266,9 @@ def _result(call: Node, name: str, old: Node, x: Node, order: list[int] | None =
     if value_of(node).dim() != wanted.dim():  # mean and rstd have the rows' sizes, aten's x's rank
         node = _viewed(node, wanted.shape, x)
     node = _cast(node, wanted.dtype)
-    made: Any = value_of(node)
-    if is_distributed(wanted) and made.placements != wanted.placements:
-        places = f"{wanted.placements}, and would have {made.placements}"
+    value: Any = value_of(node)
+    if is_distributed(wanted) and value.placements != wanted.placements:
+        places = f"{wanted.placements}, and would have {value.placements}"
         raise Left(f"{old.name} has the placements {places}")
     node.meta = dict(old.meta)
     return node

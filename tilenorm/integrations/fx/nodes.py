@@ -84,7 +84,7 @@ def writes(node: Node) -> bool:
 
 
 def written(first: Node, end: Node, parts: tuple[Node, ...] = ()) -> bool:
-    """Whether a node from `first` up to `last`, outside `parts`, may write to a tensor."""
+    """Whether a node from `first` up to `end`, outside `parts`, may write to a tensor."""
     while first is not end:
         if writes(first) and first not in parts:
             return True

@@ -47,20 +47,21 @@ def new_module(make: Callable[..., type[nn.Module]], *arguments) -> nn.Module:
 def patched_subclass(
     cls: type[nn.Module],
     forward: Callable,
-    made: tuple,
+    again: tuple,
     how: Callable,
     namespace: dict[str, Any],
     form: Form | None = None,
 ) -> type[nn.Module]:
     """A subclass of cls with the same name, this forward and namespace, which an instance of cls
-    can get. made, how: as in PatchedModule. form: of a norm.
+    can get. again: the function that makes this class, and its arguments. how: as in PatchedModule.
+    form: of a norm.
 
     Raises whatever cls raises where it has no subclasses, and TypeError where Python cannot give an
     instance of cls the subclass.
     """
     kept = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     attributes = {"_tilenorm_class": cls, "_tilenorm_forward": forward}
-    attributes |= {"_tilenorm_made": made, "_tilenorm_how": how}
+    attributes |= {"_tilenorm_made": again, "_tilenorm_how": how}
     metaclass: Any = type(cls)
     subclass = metaclass(cls.__name__, (PatchedModule, cls), kept | attributes | namespace)
     # Both compare the class of a module with this one.
@@ -74,8 +75,8 @@ def patched_subclass(
 @cache
 def patched_norm(cls: type[nn.Module], form: Form) -> type[nn.Module]:
     """A subclass of a norm's class, whose forward computes the form by tilenorm."""
-    key, namespace = (patched_norm, cls, form), {"_tilenorm_form": form}
-    return patched_subclass(cls, form.forward, key, form.describe, namespace, form)
+    again, namespace = (patched_norm, cls, form), {"_tilenorm_form": form}
+    return patched_subclass(cls, form.forward, again, form.describe, namespace, form)
 
 
 def set_class(module: nn.Module, cls: type[nn.Module]) -> None:

@@ -62,12 +62,12 @@ def forward_of(cls: type[nn.Module], patched: type[nn.Module], form: Form | None
             conditions += [] if form.autocasts else [NO_AUTOCAST]
             plain += call.source(conditions, call.result())
             names |= {"patched": patched, call.dtypes: call.served}
-    made: Any = update_wrapper(
+    wrapped: Any = update_wrapper(
         _made(cls, FORWARD.format(plain=plain), names), cls.forward, updated=()
     )
-    del made.__wrapped__  # Accelerate would take it for a forward that its hooks replaced
-    made.__signature__ = inspect.signature(cls.forward)
-    return made
+    del wrapped.__wrapped__  # Accelerate would take it for a forward that its hooks replaced
+    wrapped.__signature__ = inspect.signature(cls.forward)
+    return wrapped
 
 
 def sum_of(cls: type[nn.Module], patched: type[nn.Module], form: Form) -> FunctionType:
@@ -255,6 +255,6 @@ def _made(cls: type[nn.Module], source: str, names: dict[str, Any]) -> Any:
     source += f"    return {name}\n"
     file = f"{FILE}{cls.__module__}.{cls.__qualname__} {zlib.crc32(source.encode()):08x}>"
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
-    made: dict[str, Callable] = {}
-    exec(compile(source, file, "exec", dont_inherit=True), globals(), made)
-    return made["make"](**names)
+    functions: dict[str, Callable] = {}
+    exec(compile(source, file, "exec", dont_inherit=True), globals(), functions)
+    return functions["make"](**names)

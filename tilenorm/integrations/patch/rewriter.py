@@ -15,9 +15,9 @@ ONE_PASS, ROTATED, GETATTR = "_tilenorm_one_pass", "_tilenorm_rotated", "_tileno
 
 
 class Rewriter(ast.NodeTransformer):
-    """Rewrites expressions, and statements that stand in a row. found: of which norms. functions:
-    what the forward uses of its module, by name. cls: the block's class. absent: what was not
-    found, before "a patched norm".
+    """Rewrites expressions, and statements that stand in a row. names: of the norms that the
+    rewritten code computes. functions: what the forward uses of its module, by name. cls: the
+    block's class. absent: what was not found, before "a patched norm".
     """
 
     absent: str

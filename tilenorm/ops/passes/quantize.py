@@ -71,7 +71,9 @@ def quantize(
 
 
 def with_codes(spec: NormSpec, results: dict, given_scale: Tensor | None) -> dict:
-    """The results of a norm by their roles, with those of quantize. given: the caller's scale."""
+    """The results of a norm by their roles, with those of quantize. given_scale: the
+    caller's.
+    """
     q, scale, amax = quantize(spec, results["y"], given_scale)
     y = results["y"] if spec.quantized.output else None
     return results | {"q": q, "scale": scale, "amax": amax, "y": y}

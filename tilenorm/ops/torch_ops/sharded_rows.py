@@ -93,8 +93,9 @@ def _selected(name: str, options: tuple, dtypes, heads, device, backend: str | N
 def normalize(op: Op, inputs: dict[str, Any], how: How) -> tuple[Tensor, Tensor | None]:
     """The norm, and the sum with the residual if there is one.
 
-    given: the tensors of the norm by their roles. A tensor that is placed otherwise than x is moved
-    to where x is. DTensor's own operations mask and scale the input, and add an addend and a skip.
+    inputs: the tensors of the norm by their roles. A tensor that is placed otherwise than x is
+    moved to where x is. DTensor's own operations mask and scale the input, and add an addend and a
+    skip.
     """
     x = inputs["x"]
     at = _rows_placed(x)
