@@ -56,19 +56,23 @@ def twin_of(module: nn.Module, dtype: torch.dtype, training: bool = True) -> nn.
         for seed, (name, p) in enumerate(parameters_of(module).items())
     }
     replaced = {"training": training, "_parameters": module._parameters | parameters}
-    twin = object.__new__(type(module))
     attributes = {n: v for n, v in vars(module).items() if n not in replaced}
     # A forward may change containers: tree_map copies them. Other objects are shared.
-    twin.__dict__ = tree_map(lambda v: v.copy() if type(v) is set else v, attributes) | replaced
-    return twin
+    copied = tree_map(lambda v: v.copy() if type(v) is set else v, attributes)
+    return instance_of(type(module), copied | replaced)
+
+
+def instance_of(cls: Any, attributes: dict[str, Any]) -> nn.Module:
+    """A module of a class with these attributes, which no __init__ has made."""
+    module = object.__new__(cls)
+    module.__dict__ = attributes
+    return module
 
 
 def with_forward(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
     """A module of the same state and a subclass with another forward."""
     cls: Any = type(module)
-    other = object.__new__(type(cls)(cls.__name__, (cls,), {"forward": forward}))
-    other.__dict__ = vars(module)
-    return other
+    return instance_of(type(cls)(cls.__name__, (cls,), {"forward": forward}), vars(module))
 
 
 def on_device(module: nn.Module, device: str) -> nn.Module:
@@ -78,9 +82,8 @@ def on_device(module: nn.Module, device: str) -> nn.Module:
     cls: Any = type(module)
 
     def forward(self, *inputs):
-        moved = object.__new__(cls)
         parameters = {name: p.to(device) for name, p in parameters_of(self).items()}
-        moved.__dict__ = vars(self) | {"_parameters": self._parameters | parameters}
+        moved = instance_of(cls, vars(self) | {"_parameters": self._parameters | parameters})
         y = cls.forward(moved, *[t.to(device) for t in inputs])
         return y.cpu() if isinstance(y, Tensor) else y
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from .form import Dtypes, Form
 from .trials import Trial, sizes_of
-from .twin import Unrecognised, parameters_of, random, run, twin_of
+from .twin import Unrecognised, instance_of, parameters_of, random, run, twin_of
 
 FEW_ELEMENTS = 1024  # a module of no more has all trials itself
 MANY_ELEMENTS = 2**16  # a module of more has never all trials itself: they would take 0.3 GB
@@ -49,10 +49,8 @@ def narrowed(module: nn.Module, shape: tuple[int, ...]) -> nn.Module:
         name: nn.Parameter(torch.empty(narrow, dtype=p.dtype, device="meta"))
         for name, p in parameters_of(module).items()
     }
-    copy = object.__new__(type(module))
     attributes = {name: smaller(value) for name, value in vars(module).items()}
-    copy.__dict__ = attributes | {"_parameters": module._parameters | parameters}
-    return copy
+    return instance_of(type(module), attributes | {"_parameters": module._parameters | parameters})
 
 
 def widened(form: Form, module: nn.Module, shape: tuple[int, ...]) -> Form:
