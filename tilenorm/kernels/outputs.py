@@ -124,6 +124,9 @@ def output_of(this, j, rows, parameters):
     if given(a.GATE) and not norm.GATE_FIRST:
         y = y * activated(rows.row.gate[j].astype(ct.float32), norm)
     if given(a.SKIP):
+        if DTYPE.bitwidth == 32 and (given(a.GATE) or not given(a.B)):
+            # y is a product, which the compiler would fuse with the addition, and not round before.
+            y = y + this.order.zero
         return rows.row.skip[j].astype(ct.float32) + y.astype(DTYPE).astype(ct.float32)
     return y.astype(DTYPE)
 
