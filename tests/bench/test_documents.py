@@ -5,11 +5,12 @@ an index and a list of gains say. tests/test_documents.py holds the rest of all 
 """
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from bench import documents, plot
+from bench import documents, plot, provenance
 from bench.__main__ import main
 from bench.providers import PROVIDERS
 from bench.record import Cell, Pair, Turns, load, to_json
@@ -18,6 +19,7 @@ from .test_record import RUN, SHAPE, TIMED
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"
+RELEASES = documents.newest(load([path]) for path in RESULTS.glob("*-release.jsonl"))
 DOCUMENTS = [ROOT / "README.md", ROOT / "bench" / "README.md"]
 
 
@@ -40,6 +42,59 @@ def test_every_record_is_in_the_index():
     assert (
         set(re.findall(r"^\|.*\| \[([\w-]+)\]\(results/\1\.md\) \|", text, re.MULTILINE)) == records
     )
+
+
+@pytest.mark.parametrize("run", [r.runs[-1] for r in RELEASES], ids=lambda run: run["machine"])
+def test_release_was_measured_with_these_kernels_or_the_page_says_that_they_have_changed(run):
+    changed = provenance.changed_since(run["commit"])
+    if changed is None:
+        pytest.skip(f"this clone does not have commit {run['commit']}")
+    (block,) = (block for block in documents.blocks(DOCUMENTS[1]) if block.kind == "measured")
+    (line,) = (line for line in block.text.splitlines() if f"commit {run['commit']}," in line)
+    assert ("files in" in line and line.endswith("have changed since.")) == bool(changed)
+
+
+@pytest.mark.parametrize("suffix", ["", "+dirty"])
+def test_a_change_of_a_kernel_since_a_release_is_seen(folder, monkeypatch, suffix):
+    path = folder("<!-- measured: *.jsonl -->", "stands")
+    root = path.parent
+
+    def git(*command):
+        return subprocess.run(["git", *command], cwd=root, check=True, capture_output=True).stdout
+
+    def printed(commit):
+        for name, day, machine in (("a", 2, "G 1"), ("b", 9, "G 1"), ("c", 1, "G 2")):
+            run = {**RUN, "machine": machine, "commit": "old" if name == "a" else commit}
+            (root / f"{name}.jsonl").write_text(to_json({**run, "date": f"2026-01-0{day}"}))
+        return documents.rewritten(path).splitlines()[3:-3]
+
+    monkeypatch.setattr(provenance, "ROOT", root)
+    assert printed("abc") == ["stands"]  # there is no git
+    git("init", "-q")
+    names = (
+        "tilenorm/kernels/a.py",
+        "tilenorm/launch/b.json",
+        "tilenorm/kernels/README.md",
+        "c.py",
+    )
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("1")
+    git("add", *names)
+    git("-c", "user.name=a", "-c", "user.email=a", "commit", "-qm", "a")
+    commit = git("rev-parse", "--short=12", "HEAD").decode().strip() + suffix
+    assert printed("0" * 12 + suffix) == ["stands"]
+    for name in names[2:]:
+        (root / name).write_text("2")
+        assert printed(commit) == [
+            f"- The 1's release is of commit {commit}, 2026-01-09: no kernel has changed since.",
+            f"- The 2's release is of commit {commit}, 2026-01-01: no kernel has changed since.",
+        ]
+    (root / names[1]).write_text("2")
+    assert all("files in `tilenorm/launch` have changed" in line for line in printed(commit))
+    git("rm", "-qf", names[0])
+    both = "files in `tilenorm/kernels` and `tilenorm/launch` have changed since."
+    assert all(line.endswith(both) for line in printed(commit))
 
 
 @pytest.fixture
