@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+MEASURED = ("tilenorm/kernels", "tilenorm/launch")  # what the time of a kernel depends on
 PACKAGES = ("triton", "cuda-tile", "quack-kernels", "liger-kernel", "tilegym", "flashinfer-python")
 
 
@@ -97,6 +98,27 @@ def _commit() -> str | None:
         edited = git("status", "--porcelain", "--untracked-files=no")
         return git("rev-parse", "--short=12", "HEAD") + ("+dirty" if edited else "")
     except (OSError, subprocess.CalledProcessError):  # an export of the files without git
+        return None
+
+
+def changed_since(commit: str | None) -> list[str] | None:
+    """Those of MEASURED whose source files are not as a commit has them, edited or not. A commit
+    that ends in +dirty counts as the commit itself. None where git does not have it.
+    """
+
+    def differs(*command: str) -> bool:
+        done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True)
+        if done.returncode not in (0, 1):
+            raise LookupError(done.stderr.decode())
+        return done.returncode == 1
+
+    base = str(commit).removesuffix("+dirty")
+    documents = ":(exclude)*.md"
+    try:
+        return [
+            name for name in MEASURED if differs("diff", "--quiet", base, "--", name, documents)
+        ]
+    except (OSError, LookupError):  # no git, an export of the files, or a shallow clone
         return None
 
 

@@ -5,11 +5,12 @@ an index and a list of gains say. tests/test_documents.py holds the rest of all 
 """
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from bench import documents, plot
+from bench import documents, plot, provenance
 from bench.__main__ import main
 from bench.providers import PROVIDERS
 from bench.record import Cell, Pair, Turns, load, to_json
@@ -18,6 +19,7 @@ from .test_record import RUN, SHAPE, TIMED
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"
+RELEASES = documents.newest(load([path]) for path in RESULTS.glob("*-release.jsonl"))
 DOCUMENTS = [ROOT / "README.md", ROOT / "bench" / "README.md"]
 
 
@@ -40,6 +42,59 @@ def test_every_record_is_in_the_index():
     assert (
         set(re.findall(r"^\|.*\| \[([\w-]+)\]\(results/\1\.md\) \|", text, re.MULTILINE)) == records
     )
+
+
+@pytest.mark.parametrize("run", [r.runs[-1] for r in RELEASES], ids=lambda run: run["machine"])
+def test_release_was_measured_with_these_kernels_or_the_page_says_that_they_have_changed(run):
+    changed = provenance.changed_since(run["commit"])
+    if changed is None:
+        pytest.skip(f"this clone does not have commit {run['commit']}")
+    (block,) = (block for block in documents.blocks(DOCUMENTS[1]) if block.kind == "measured")
+    (line,) = (line for line in block.text.splitlines() if f"commit {run['commit']}," in line)
+    assert ("files in" in line and line.endswith("have changed since.")) == bool(changed)
+
+
+@pytest.mark.parametrize("suffix", ["", "+dirty"])
+def test_a_change_of_a_kernel_since_a_release_is_seen(folder, monkeypatch, suffix):
+    path = folder("<!-- measured: *.jsonl -->", "stands")
+    root = path.parent
+
+    def git(*command):
+        return subprocess.run(["git", *command], cwd=root, check=True, capture_output=True).stdout
+
+    def printed(commit):
+        for name, day, machine in (("a", 2, "G 1"), ("b", 9, "G 1"), ("c", 1, "G 2")):
+            run = {**RUN, "machine": machine, "commit": "old" if name == "a" else commit}
+            (root / f"{name}.jsonl").write_text(to_json({**run, "date": f"2026-01-0{day}"}))
+        return documents.rewritten(path).splitlines()[3:-3]
+
+    monkeypatch.setattr(provenance, "ROOT", root)
+    assert printed("abc") == ["stands"]  # there is no git
+    git("init", "-q")
+    names = (
+        "tilenorm/kernels/a.py",
+        "tilenorm/launch/b.json",
+        "tilenorm/kernels/README.md",
+        "c.py",
+    )
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("1")
+    git("add", *names)
+    git("-c", "user.name=a", "-c", "user.email=a", "commit", "-qm", "a")
+    commit = git("rev-parse", "--short=12", "HEAD").decode().strip() + suffix
+    assert printed("0" * 12 + suffix) == ["stands"]
+    for name in names[2:]:
+        (root / name).write_text("2")
+        assert printed(commit) == [
+            f"- The 1's release is of commit {commit}, 2026-01-09: no kernel has changed since.",
+            f"- The 2's release is of commit {commit}, 2026-01-01: no kernel has changed since.",
+        ]
+    (root / names[1]).write_text("2")
+    assert all("files in `tilenorm/launch` have changed" in line for line in printed(commit))
+    git("rm", "-qf", names[0])
+    both = "files in `tilenorm/kernels` and `tilenorm/launch` have changed since."
+    assert all(line.endswith(both) for line in printed(commit))
 
 
 @pytest.fixture
@@ -117,11 +172,61 @@ def test_steps_are_told_with_those_that_are_slower_first(folder):
         )
         for label, times in pairs.items()
     ]
+    lines = [*of_pairs(("Fast", "eager", "ours", 9.0)), *lines]
     path.with_name("b.jsonl").write_text("\n".join(map(to_json, [RUN, *lines])))
+    sentences = re.findall("^- `ours` beside `(.*?)`", documents.rewritten(path), re.MULTILINE)
+    assert sentences == ["compile", "eager"]
     assert (
         "- `ours` beside `compile`: slower in 1 of 3 steps: Slow -50.00% (-50.00 to -50.00%);"
         " +5.51 to +25.00% tokens/s in the other 2; the interval begins at or below 0 in 2.\n"
     ) in documents.rewritten(path)
+
+
+def of_pairs(*pairs: tuple[str, str, str, float]) -> list[Pair]:
+    """Pairs of steps of a model, A and B. A takes 10 µs, and B the number."""
+    return [
+        Pair(model, a, b, 1, 6, pairs_us=[[10.0, us]] * 6, peak_bytes=[None, None])
+        for model, a, b, us in pairs
+    ]
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """The cells of the tables in a text."""
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
+
+
+def test_gains_have_losses_first_and_those_of_liger_beside_the_same_steps(folder):
+    path = folder("<!-- gains: b.jsonl -->")
+    ours = of_pairs(
+        ("M", "eager", "modules", 9.0), ("M", "compile", "ours", 12.5), ("L", "eager", "patch", 8.0)
+    )
+    path.with_name("b.jsonl").write_text("\n".join(map(to_json, [RUN, *ours])))
+    header, _, *rows = rows_of(documents.rewritten(path))
+    assert "Liger's, beside A" not in header
+    assert [row[3] for row in rows] == ["ours", "modules", "patch"]
+    liger = of_pairs(("M", "eager", "liger", 10.5), ("O", "eager", "liger", 20.0))
+    path.with_name("b.jsonl").write_text(
+        "\n".join(map(to_json, [RUN, *liger[:1], *ours, liger[1]]))
+    )
+    header, _, *rows = rows_of(documents.rewritten(path))
+    column = header.index("Liger's, beside A")
+    assert [(row[0], row[3], row[column].split(" ")[0]) for row in rows] == [
+        ("O", "liger", "-50.00%"),  # for no other variant was measured there
+        ("M", "ours", "-"),
+        ("M", "modules", "-4.76%"),
+        ("L", "patch", "-"),
+    ]
+
+
+def test_page_of_pairs_has_losses_first_and_what_has_no_times_last(folder):
+    path = folder("<!-- gains: b.jsonl -->").with_name("b.jsonl")
+    lines = of_pairs(("M", "eager", "modules", 9.0), ("M", "eager", "liger", 10.5))
+    lines.insert(0, Pair("M", "eager", "patch", 1, 6, status="failed", error="out of memory"))
+    path.write_text("\n".join(map(to_json, [RUN, *lines])))
+    text = documents.page(path)
+    assert [row[2] for row in rows_of(text)[2:]] == ["liger", "modules", "patch"]
+    assert "M, eager, patch: failed: out of memory" in text
 
 
 def test_plot_is_drawn_again_when_its_record_has_changed(folder):

@@ -7,6 +7,7 @@ import pytest
 
 from bench import documents, provenance, record
 from bench.__main__ import main
+from bench.cases import RESUMED
 from bench.record import Cell, Copy, Record, merge, read, to_json, what, writing
 
 RUN = {
@@ -62,6 +63,16 @@ def test_a_run_that_ended_early_goes_on_in_its_file(tmp_path, capsys, tiny):
     whole = path.read_text()
     main(command)
     assert path.read_text().startswith(whole) and len(keys(path)) == 7
+
+
+@pytest.mark.parametrize("suite", RESUMED)
+def test_runs_of_large_suites_go_on_in_their_files(tmp_path, suite):
+    path, run = tmp_path / "a.jsonl", {**RUN, "suite": suite}
+    line = Cell(**SHAPE, **TIMED, provider="torch", median_us=1.0)
+    for earlier in ([], [line]):
+        with writing(str(path), run) as (found, emit):
+            assert found.cells == earlier
+            emit(line)
 
 
 @pytest.mark.parametrize("field", ["suite", "commit", "sources", "machine", "torch", "packages"])
