@@ -16,7 +16,7 @@ gains    what the second variant of each pair of training steps gains
 steps    the same in a sentence for each two variants, with the steps that are slower first
 hosts    the host time of PyTorch's norms and of tilenorm's
 turns    calls in the cold (way=cold) or whole steps (way=model) beside their base, losses first
-measured the commit of each machine's newest release, and whether kernels have changed since
+measured whether each machine's newest release is of these kernels, and its commit
 index    a row for each record: its question and its answer
 plot     a link to the plot of the records, an SVG file, which a path that ends in .svg names
 
@@ -48,13 +48,11 @@ class Block:
     """What a pair of markers asks for.
 
     ``sources`` holds the path of each record, relative to the document, and the narrowed record.
-    ``text`` is what stands between the markers.
     """
 
     kind: str
     sources: list[tuple[str, Record]]
     svg: str
-    text: str = ""
 
     @property
     def record(self) -> Record:
@@ -129,7 +127,7 @@ def _block(document: Path, match: re.Match) -> Block:
     sources = [
         (path, load([document.parent / path]).narrowed(**wanted)) for path, wanted in options
     ]
-    block = Block(kind, sources, svg, match["text"].strip())
+    block = Block(kind, sources, svg)
     cells = sum(len(record.cells) for _, record in sources)
     apart = kind in ("index", "gains", "steps", "measured")  # these have each record by itself
     shown = None if apart else block.record
@@ -197,18 +195,13 @@ def newest(records: Iterable[Record]) -> list[Record]:
 
 
 def _measured(block: Block) -> str:
-    """A sentence for each machine. The text stays where this clone lacks the commit of a record."""
-    lines = []
+    """A sentence for each machine: whether its newest release is of this checkout's kernels."""
+    lines, here = [], provenance.sources(*provenance.KERNELS)
     for record in newest(record for _, record in block.sources):
         run = record.runs[-1]
-        if (changed := provenance.changed_since(run["commit"])) is None:
-            return block.text
         name, day = run["machine"].split()[1], run["date"][:10]
-        folders = " and ".join(f"`{folder}`" for folder in changed)
-        since = (
-            f"files in {folders} have changed since" if changed else "no kernel has changed since"
-        )
-        lines.append(f"- The {name}'s release is of commit {run['commit']}, {day}: {since}.")
+        kernels = "of these kernels" if run.get("kernels") == here else "of older kernels"
+        lines.append(f"- The {name}'s release is {kernels}: commit {run['commit']}, {day}.")
     return "\n".join(sorted(lines))
 
 

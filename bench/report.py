@@ -291,7 +291,8 @@ def _sentence(base: str, variant: str, ordered: Sequence[Pair]) -> str:
     faster = [pair.more_tokens.median * 100 for pair in ordered[len(slower) :]]
     unclear = sum(p.more_tokens.low is None or p.more_tokens.low <= 0 for p in ordered)
     losses = [f"{p.label} {with_interval(p.more_tokens, 100, '%')}" for p in slower]
-    parts = [": ".join([f"slower in {len(slower)} of {len(ordered)} steps", *losses])]
+    first = f"slower in {len(slower)} of {len(ordered)} steps"
+    parts = [f"{first}: {', '.join(losses)}" if losses else first]
     if faster:
         parts.append(f"{spread_of(faster, '+.2f')}% tokens/s in the other {len(faster)}")
     parts.append(f"the interval begins at or below 0 in {unclear}")

@@ -90,10 +90,10 @@ def test_a_file_of_another_run_is_refused_and_left_as_it_was(tmp_path, field):
 def test_sources_are_a_digest_of_the_package(monkeypatch, tmp_path):
     (tmp_path / "tilenorm").mkdir()
     monkeypatch.setattr(provenance, "ROOT", tmp_path)
-    digests = {provenance._sources()}
+    digests = {provenance.sources(".")}
     for name, text in (("a.py", "x"), ("a.py", "y"), ("b.json", "y"), ("c.md", "y")):
         (tmp_path / "tilenorm" / name).write_text(text)
-        digests.add(provenance._sources())
+        digests.add(provenance.sources("."))
     assert len(digests) == 4
 
 
