@@ -14,7 +14,9 @@ class Settings(NamedTuple):
     whether TILENORM_DEBUG asks for checks of values, which wait for the GPU. native: whether calls
     may be served by the extension in C++, which TILENORM_NATIVE=0 forbids. engines: whether
     TILENORM_ENGINES=1 asks for tilenorm's norms in inference engines. rounding: the value of
-    TILENORM_ROUNDING ("late" or "early"), which is that of all norms there, or None.
+    TILENORM_ROUNDING ("late" or "early"), which is that of all norms there, or None. one_result:
+    whether TILENORM_ONE_RESULT=1 asks for one order of sums of a row in backward passes and in
+    norms with a gate, too (launch/order.py).
     """
 
     backend: str | None
@@ -23,6 +25,7 @@ class Settings(NamedTuple):
     native: bool = True
     engines: bool = False
     rounding: str | None = None
+    one_result: bool = False
 
 
 def settings() -> Settings:
@@ -36,4 +39,5 @@ def settings() -> Settings:
     backend = os.environ.get("TILENORM_BACKEND") or None
     engines = os.environ.get("TILENORM_ENGINES", "0") not in ("", "0")
     rounding = os.environ.get("TILENORM_ROUNDING") or None
-    return Settings(backend, tables and Path(tables), debug, native, engines, rounding)
+    one_result = os.environ.get("TILENORM_ONE_RESULT", "0") not in ("", "0")
+    return Settings(backend, tables and Path(tables), debug, native, engines, rounding, one_result)

@@ -11,11 +11,14 @@ from random import Random
 import pytest
 
 from tests.support import cases, drawing
-from tests.support.executors import forward_calls
+from tests.support.executors import backward_calls, forward_calls
+from tests.support.one_result import one_result
 from tests.support.quantized import HOWS
-from tilenorm.launch.calls import constants_of
-from tilenorm.launch.order import forward_order, prescribed, slices_of
-from tilenorm.launch.plan import ForwardPlan, plan_forward
+from tilenorm.kernels.backward import norm_backward
+from tilenorm.launch import heuristics
+from tilenorm.launch.calls import Call, Needs, constants_of, every_gradient
+from tilenorm.launch.order import RowOrder, order_by_slices, prescribed, slices_of
+from tilenorm.launch.plan import ForwardPlan, plan_backward, plan_forward
 from tilenorm.launch.target import TARGETS, Target
 from tilenorm.launch.tuned.tables import TABLES
 from tilenorm.spec import ITEM_BYTES, NormSpec
@@ -23,17 +26,19 @@ from tilenorm.table import MODULATED_NORMS, NORMS
 from tilenorm.tools.dev import digests
 
 KINDS = ("rms", "layer")
-OTHER_ORDERS = "gated_"  # norms with a gate have orders of their own
+GATED = "gated_"  # has orders of its own without TILENORM_ONE_RESULT
 SEEDS = 40
 DRAWS = 6  # of each op, size and dtype
 each_target = pytest.mark.parametrize("target", [Target.of(n) for n in TARGETS], ids=list(TARGETS))
 
 
-def forms(rng: Random, norm: str, hidden: int, dtype: str) -> Iterator[NormSpec]:
-    """Specs of every op that normalises rows of a dtype: all their other fields are drawn."""
+def forms(rng: Random, norm: str, hidden: int, dtype: str, gated: bool) -> Iterator[NormSpec]:
+    """Specs of every op that normalises rows of a dtype: all their other fields are drawn. gated:
+    those with a gate alone.
+    """
     ops = [op for op in (*NORMS, *MODULATED_NORMS) if f"{norm}_norm" in op]
     for op in ops:
-        if op.startswith(OTHER_ORDERS):
+        if op.startswith(GATED) != gated:
             continue
         for _ in range(DRAWS):
             spec = drawing.spec(rng, op, rng.choice(drawing.DTYPES), hidden)
@@ -43,18 +48,20 @@ def forms(rng: Random, norm: str, hidden: int, dtype: str) -> Iterator[NormSpec]
             yield spec
             if not (spec.skip or spec.branches or spec.modulated):
                 yield replace(spec, quantized=rng.choice(HOWS))
+    if gated:
+        return
     weight, bias = rng.choice((None, dtype)), dtype if norm == "layer" else None
     plain = NormSpec(norm, hidden, dtype, weight=weight, bias=bias)
     yield NormSpec.chained(replace(plain, skip=dtype), plain)
 
 
-def drawn(seed: int, target: Target) -> tuple[NormSpec, list[NormSpec]]:
+def drawn(seed: int, target: Target, gated: bool = False) -> tuple[NormSpec, list[NormSpec]]:
     """A plain norm, and norms of the same rows whose tensors all fill vectors."""
     rng = Random(f"{seed} {target.name}")
     norm, dtype = rng.choice(KINDS), rng.choice(drawing.DTYPES)
     hidden = 8 * drawing.size(rng, cases.MAX_HIDDEN // 8)
     plain = NormSpec(norm, hidden, dtype, weight=dtype)
-    return plain, [spec for spec in forms(rng, norm, hidden, dtype) if spec.aligned]
+    return plain, [spec for spec in forms(rng, norm, hidden, dtype, gated) if spec.aligned]
 
 
 @each_target
@@ -65,6 +72,83 @@ def test_every_norm_of_a_row_has_one_order(target):
         assert expected.prescribes
         for spec, save in product(specs, (False, True)):
             assert plan_forward(spec, target, save).order == expected, (spec, save)
+
+
+@each_target
+def test_every_norm_with_a_gate_has_the_order_of_the_plain_norm(target):
+    """Where TILENORM_ONE_RESULT asks for it."""
+    with one_result():
+        for seed in range(SEEDS):
+            plain, specs = drawn(seed, target, gated=True)
+            expected = plan_forward(plain, target, False).order
+            for spec, save in product(specs, (False, True)):
+                assert plan_forward(spec, target, save).order == expected, (spec, save)
+
+
+def requests(rng: Random, spec: NormSpec) -> Needs:
+    """Which gradients of a norm are asked for, dx among them, of some terms of dy."""
+    every = every_gradient(spec)
+    names = ("dw", "db", "dresidual", "dsum")
+    some = {name: getattr(every, name) and rng.choice((True, False)) for name in names}
+    output = not spec.output_refused and rng.choice((True, False))
+    return every._replace(**some, dx=True, terms=rng.randint(1, 4), output=output)
+
+
+def of_gradients(seed: int, target: Target) -> Iterator[tuple[NormSpec, Needs]]:
+    """A plain norm, and norms of the same rows, whose dx has one order."""
+    plain, specs = drawn(seed, target)
+    yield plain, Needs(True)
+    rng = Random(seed)
+    for spec in specs:
+        if spec.differentiable and not (spec.inner or spec.modulated):
+            yield spec, requests(rng, spec)
+
+
+@each_target
+def test_every_gradient_of_a_row_has_one_order(target):
+    """dx is added up alike with and without a residual, whichever gradients are asked for."""
+    with one_result():
+        for seed in range(SEEDS):
+            orders = set()
+            for spec, needs in of_gradients(seed, target):
+                config = plan_backward(spec, target, needs).config
+                orders.add(order_by_slices(spec, config))
+            assert len(orders) == 1, spec
+
+
+@each_target
+def test_kernels_of_gradients_have_their_order(target):
+    with one_result():
+        for seed in range(SEEDS):
+            spec, needs = Random(seed).choice(list(of_gradients(seed, target)))
+            expected = prescribed(spec, target, backward=True)
+            assert_ordered(expected, spec, backward_call(spec, target, needs))
+
+
+def backward_call(spec: NormSpec, target: Target, needs: Needs) -> Call:
+    """The launch of norm_backward."""
+    calls = backward_calls(spec, target, 1000 * (spec.heads or 1), needs)
+    return next(call for call in calls if call.kernel._pyfunc is norm_backward._pyfunc)
+
+
+@each_target
+def test_without_the_setting_nothing_else_is_chosen(target, monkeypatch):
+    """Backward passes and gates have the configurations of tables and rules that know no order."""
+    asked = []
+    with one_result(False):
+        for seed in range(SEEDS):
+            gated = drawn(seed, target, gated=True)[1][::5]
+            asked += [(spec, None) for spec in gated]
+            for spec, needs in (*of_gradients(seed, target), *((s, Needs(True)) for s in gated)):
+                asked.append((spec, needs))
+                call = backward_call(spec, target, needs)
+                assert constants_of(call.kernel, call.arguments)["THREADS"] == 0, spec
+        chosen = [heuristics.chosen(spec, target, needs) for spec, needs in asked]
+    with one_result():
+        monkeypatch.setattr(heuristics, "keeps_order", lambda *_: True)
+        for rule in ("forward_rule", "backward_rule"):
+            monkeypatch.setattr(heuristics, rule, lambda *_: None)
+        assert chosen == [heuristics.chosen(spec, target, needs) for spec, needs in asked]
 
 
 @each_target
@@ -84,13 +168,18 @@ def test_the_kernels_have_the_order_of_their_plan(target):
         assert isinstance(plan, ForwardPlan)
         for rows in (1, 100_000):
             call = forward_calls(spec, target, rows * (spec.heads or 1), True)[-1]
-            found = constants_of(call.kernel, call.arguments)
-            threads = 32 * (call.kernel._compiler_options.num_worker_warps or 4)
-            assert found["THREADS"] == threads and found["ALIGNED"]
-            unit = 16 // ITEM_BYTES[spec.residual or spec.dtype]
-            slices = slices_of(found["WIDTHS"], found["ROWS"], threads, unit)
-            assert slices == plan.order.slices
-            assert (found["CHUNKS"] > 1) == bool(plan.order.chunk)
+            assert_ordered(plan.order, spec, call)
+
+
+def assert_ordered(order: RowOrder, spec: NormSpec, call: Call) -> None:
+    """The constants of a kernel, and its block, prescribe an order."""
+    found = constants_of(call.kernel, call.arguments)
+    threads = 32 * (call.kernel._compiler_options.num_worker_warps or 4)
+    assert found["THREADS"] == threads and found["ALIGNED"]
+    unit = 16 // ITEM_BYTES[spec.residual or spec.dtype]
+    slices = slices_of(found["WIDTHS"], found["ROWS"], threads, unit)
+    assert slices == order.slices
+    assert (found["CHUNKS"] > 1) == bool(order.chunk)
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -99,12 +188,12 @@ def test_every_configuration_of_a_table_has_the_order(name):
     for (op, size), rows in TABLES[name].forward.items():
         for hidden, config in rows:
             spec = digests.spec_of(op, hidden, {2: "bfloat16", 4: "float32"}[size])
-            rule = prescribed(spec)
-            assert config is None or rule is None or forward_order(spec, config) == rule, spec
+            rule = prescribed(spec, Target.of(name), backward=False)
+            assert config is None or rule is None or order_by_slices(spec, config) == rule, spec
 
 
 def test_a_users_configuration_of_another_order_does_not_serve(monkeypatch):
-    from tilenorm.launch import heuristics, user_table
+    from tilenorm.launch import user_table
     from tilenorm.launch.config import Hints, RowForward
 
     target = Target.of("sm_90")

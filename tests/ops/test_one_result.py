@@ -7,7 +7,7 @@ tests/launch/test_order.py.
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import cycle, product
+from itertools import chain, cycle, product
 from typing import NamedTuple
 
 import pytest
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 import tilenorm
-from tests.support.calls import NEEDS_GPU, slow
+from tests.support.calls import NEEDS_GPU, SLOW, slow
+from tests.support.one_result import one_result
 from tests.support.pretended import pretended_gpu
 from tilenorm.launch.tuned.rules import MODULATED_ROW
 
@@ -31,6 +32,11 @@ TURNS = cycle(product(("sm_90", "sm_80"), ("rms", "layer")))
 DRAWN = [(hidden, *turn) for hidden, turn in zip(INTERPRETED, TURNS, strict=False)]
 # A float32 sum of bfloat16 rows has the orders of float32 rows, so that it runs at a third of them.
 ON_A_GPU = [*product(SIZES, [(B, B), (F, F)]), *product(SIZES[::3], [(B, F)])]
+# Where configurations have several orders unless TILENORM_ONE_RESULT is set.
+OF_GRADIENTS = ((1536, "sm_80", "layer"), (2560, "sm_80", "rms"), (4096, "sm_90", "rms"))
+OF_GRADIENTS += ((4096, "sm_90", "layer"), (3072, "sm_80", "layer"), (8192, "sm_90", "rms"))
+OF_GATES = ((640, "sm_90", "rms"), (384, "sm_80", "layer"), (192, "sm_90", "layer"))
+OF_GATES += ((1536, "sm_80", "rms"), (4096, "sm_90", "layer"), (7168, "sm_90", "rms"))
 KINDS = pytest.mark.parametrize("kind", ["rms", "layer"])
 
 
@@ -122,6 +128,82 @@ def forms(rows: Rows) -> Iterator[tuple[str, Tensor, Tensor]]:
         yield "with grad", rows.plain(leaves[0], weight=leaves[1]).detach(), y
 
 
+def gated(rows: Rows) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(name, y, the bits that it has to have) of norms whose gate multiplies by 1. y is float32, so
+    that no rounding hides a bit.
+    """
+    total = rows.total
+    y = rows.plain(total, out_dtype=F)
+    gates = {"": torch.full_like(total, torch.inf), "float32 ": torch.full(total.shape, torch.inf)}
+    for (name, gate), before in product(gates.items(), (True, False)):
+        how = {"norm_before_gate": before, "activation": "sigmoid", "out_dtype": F}
+        norm = partial(rows.call, "gated_KIND", **how)
+        place = f"{name}gate {'behind' if before else 'before'} the norm"
+        gate = gate.to(total.device)
+        yield place, norm(total, gate), y
+        parts = [norm(total[part], gate[part]) for part in pieces(rows)]
+        yield f"{place} in batches", torch.cat(parts), y
+        wide = torch.cat((gate, gate), -1)[:, : gate.shape[-1]]
+        yield f"{place}, strided", norm(total, wide), y
+        yield f"{place}, float32 weight", norm(total, gate, weight=rows.weight.float()), y
+        with torch.enable_grad():
+            leaf = total.clone().requires_grad_()
+            yield f"{place} with grad", norm(leaf, gate).detach(), y
+
+
+def gradients(rows: Rows) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(name, dx, the bits that it has to have) for one dy."""
+    x, residual, total, dy = rows.x, rows.residual, rows.total, rows.x.flip(0)
+    zero = torch.zeros_like(total)
+
+    def dx(function, *tensors, outputs=(dy,), of: int = 0, **options) -> Tensor:
+        """The gradient of a tensor, the first by default, where all gradients are asked for."""
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        named = {name: t.clone().requires_grad_() for name, t in options.items()}
+        with torch.enable_grad():
+            results = function(*leaves, **named)
+        results = results if isinstance(results, tuple) else (results,)
+        asked = [*leaves, *named.values()]
+        return torch.autograd.grad(results[: len(outputs)], asked, outputs)[of]
+
+    def alone(function, *tensors, **options) -> Tensor:
+        """The gradient of the first tensor, where no other one is asked for."""
+        first = tensors[0].clone().requires_grad_()
+        named = {name: t.clone().requires_grad_() for name, t in options.items()}
+        with torch.enable_grad():
+            results = function(first, *tensors[1:], **named)
+        y = results[0] if isinstance(results, tuple) else results
+        return torch.autograd.grad(y, first, dy)[0]
+
+    plain, weight = rows.plain, {"weight": rows.weight}
+    bias = {"bias": torch.zeros_like(rows.weight) if rows.bias is None else rows.bias}
+    expected = dx(plain, total, **weight)
+    yield "frozen weight", dx(plain, total), expected
+    yield "dx alone", alone(plain, total, **weight, **bias), expected
+    parts = [dx(plain, total[p], outputs=(dy[p],), **weight) for p in pieces(rows)]
+    yield "in batches", torch.cat(parts), expected
+    wide = torch.cat((total, total), -1)[:, : total.shape[-1]]
+    yield "strided", alone(plain, wide, **weight), expected
+    yield "with a bias", dx(plain, total, **weight, **bias), expected
+    yield "bias alone", dx(plain, total, **bias), expected
+    yield "float32 weight", dx(plain, total, weight=rows.weight.float()), expected
+    yield "offset", dx(partial(plain, offset=1.0), total, weight=rows.weight - 1), expected
+    add = partial(rows.call, "add_KIND")
+    yield "add", dx(add, x, residual, **weight), expected
+    yield "add, gradient of the residual", dx(add, x, residual, of=1, **weight), expected
+    yield "add, dx alone", alone(add, x, residual, **weight), expected
+    both = {"outputs": (dy, zero)}
+    yield "add, both gradients", dx(add, x, residual, **both, **weight), expected
+    yield "add, both gradients, frozen weight", dx(add, x, residual, **both), expected
+    yield "add, both gradients, bias", dx(add, x, residual, **both, **weight, **bias), expected
+    ones = torch.ones_like(rows.weight)
+    yield "layer scale", dx(add, x, residual, layer_scale=ones, **weight), expected
+    masked = partial(add, dropout_mask=torch.ones_like(x, dtype=torch.bool))
+    yield "dropout", dx(masked, x, residual, **weight), expected
+    yield "two residuals", dx(lambda t, r, **how: add(t, (zero, r), **how), x, residual), expected
+    yield "norm, add", dx(partial(rows.call, "KIND_add"), total, residual, **weight), expected
+
+
 def differences(pairs: Iterator[tuple[str, Tensor, Tensor]]) -> dict[str, str]:
     found = {}
     for name, t, expected in pairs:
@@ -138,6 +220,29 @@ def test_every_form_in_the_interpreter(kind, arch, hidden):
         assert not differences(forms(Rows.random(kind, 6, hidden, "cpu")))
 
 
+@pytest.mark.parametrize("hidden, arch, kind", [OF_GRADIENTS[0], *slow(*OF_GRADIENTS[1:])])
+def test_every_gradient_in_the_interpreter(kind, arch, hidden):
+    with one_result(), pretended_gpu(arch), torch.no_grad():
+        assert not differences(gradients(Rows.random(kind, 4, hidden, "cpu", F)))
+
+
+@pytest.mark.parametrize("hidden, arch, kind", [OF_GATES[0], *slow(*OF_GATES[1:])])
+def test_every_gate_in_the_interpreter(kind, arch, hidden):
+    with one_result(), pretended_gpu(arch), torch.no_grad():
+        assert not differences(gated(Rows.random(kind, 6, hidden, "cpu")))
+
+
+@SLOW
+def test_without_the_setting_there_are_several_orders():
+    """What the tests with the setting compare would differ without it."""
+    (hidden, arch, kind), (its_hidden, its_arch, its_kind) = OF_GRADIENTS[0], OF_GATES[0]
+    with one_result(False), torch.no_grad():
+        with pretended_gpu(arch):
+            assert differences(gradients(Rows.random(kind, 4, hidden, "cpu", F)))
+        with pretended_gpu(its_arch):
+            assert differences(gated(Rows.random(its_kind, 6, its_hidden, "cpu")))
+
+
 @KINDS
 @pytest.mark.parametrize("hidden", [256, *slow(1536)])
 def test_a_float32_sum_in_the_interpreter(kind, hidden):
@@ -152,6 +257,15 @@ def test_every_form_on_a_gpu(kind, hidden, dtypes):
     rows = Rows.random(kind, max(64, (1 << 24) // hidden), hidden, "cuda", *dtypes)
     with torch.no_grad():
         assert not differences(forms(rows))
+
+
+@NEEDS_GPU
+@KINDS
+@pytest.mark.parametrize("hidden, dtype", [*product(SIZES[::3], [B]), *product(SIZES[1::3], [F])])
+def test_every_gradient_and_gate_on_a_gpu(kind, hidden, dtype):
+    rows = Rows.random(kind, max(64, (1 << 24) // hidden), hidden, "cuda", dtype)
+    with one_result(), torch.no_grad():
+        assert not differences(chain(gradients(rows), gated(rows)))
 
 
 @NEEDS_GPU

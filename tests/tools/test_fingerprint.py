@@ -1,5 +1,6 @@
 """fingerprint: equal where processes compute the same bits, and another one where they may not."""
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,6 +11,7 @@ import torch
 
 import tilenorm
 from tests.launch.test_user_table import FORWARD, SPEC, entry
+from tests.support.one_result import one_result
 from tilenorm.launch import toolchain, user_table
 from tilenorm.launch.target import Target
 from tilenorm.ops.passes import registry
@@ -76,6 +78,11 @@ def other_backend(gpu, monkeypatch):
     return gpu()
 
 
+def other_orders(gpu, _):
+    with one_result():
+        return gpu()
+
+
 def other_code(gpu, monkeypatch):
     monkeypatch.setattr(tool, "code_digest", lambda: "another")
     return gpu()
@@ -87,6 +94,7 @@ OTHERS = {
     other_compiler: {"compiler"},
     other_table: {"tables"},
     other_backend: {"options"},
+    other_orders: {"options"},
     other_code: {"code"},
 }
 
@@ -97,6 +105,18 @@ def test_what_changes_it(change, gpu, monkeypatch):
     changed = {n for n in before._fields if getattr(before, n) != getattr(after, n)}
     assert changed == OTHERS[change]
     assert str(before).split()[0] != str(after).split()[0]
+
+
+@pytest.mark.parametrize("value, asked", [("1", True), ("0", False), ("", False)])
+def test_a_process_has_one_result_from_its_start(value, asked):
+    code = "import os, tilenorm; print(tilenorm.fingerprint('cpu').options);"
+    code += "del os.environ['TILENORM_ONE_RESULT']; print(tilenorm.fingerprint('cpu').options)"
+    environment = os.environ | {"TILENORM_ONE_RESULT": value}
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    expected = "TILENORM_ONE_RESULT=1" if asked else ""
+    assert run.stdout.splitlines() == [expected] * 2, run.stderr
 
 
 def test_an_edited_file_is_other_code(tmp_path, monkeypatch):

@@ -149,7 +149,7 @@ def norm_backward(
 def pass_of(ARRAYS, rows, NORM, CUT, HOW, DW, DB):
     """The pass of a kernel with these parameters."""
     a, norm, cut, how = BackwardArrays(*ARRAYS), Norm(*NORM), Cut(*CUT), How(*HOW)
-    order = order_of_dots(a.X, cut, rows, copied(norm, cut, how))
+    order = order_of_dots(a.X, cut, rows, copied(norm, cut, how), how.THREADS)
     through = given(a.DX) or given(a.DRESIDUAL) or (given(a.DGATE) and norm.GATE_FIRST)
     return Pass(a, norm, cut, how, rows, order, DW, DB, through)
 
@@ -185,8 +185,8 @@ def add_up(this, row, weights, number, dws, dbs):
         x_hat, dy = x_hat_of(unpacked, norm, order.zero), dy_of(this, unpacked)
         if this.THROUGH:
             g = weights.times(dy, j, number)
-            copies = norm.LAYER or copied(norm, this.cut, this.how)
-            if given(this.a.MOD_SCALE) or (given(this.a.W) and copies):
+            settled = this.how.THREADS > 0 or norm.LAYER or copied(norm, this.cut, this.how)
+            if given(this.a.MOD_SCALE) or (given(this.a.W) and settled):
                 g = order.unfused(g)
             pairs += ((x_hat, g),)
             dots = dots.plus(x_hat, g, j, this.cut.WIDTHS, order, norm.LAYER)
@@ -208,7 +208,9 @@ def write_gradients(this, tile, row, weights, pairs, dots):
             again = saved.rematerialized(dots.dot).unpacked()
             x_hat = x_hat_of(again, norm, this.order.zero)
             g = weights.times(dy_of(this, again), j, dots.dot)
-        dx = dots.through_norm(x_hat, g, saved.rstd, this.cut.N, norm.LAYER)
+            if given(a.W) and how.THREADS > 0:
+                g = this.order.unfused(g)
+        dx = dots.through_norm(x_hat, g, saved.rstd, this.cut.N, norm.LAYER, this.order)
         dx = input_gradient(this, at, saved, dx)
         mine = branch_gradient(this, tile, j, saved, dx)
         if not how.REREAD:

@@ -192,7 +192,8 @@ def write_gradients(this, i, row, pairs, dots, gates, inputs, c_sums):
     for j, saved in ct.static_iter(enumerate(row)):
         at = tile.at(j)
         x_hat, g = pairs[j]
-        ds = dots.through_norm(x_hat, g, saved.rstd, this.cut.N, this.norm.LAYER)
+        LAYER, order = this.norm.LAYER, this.order
+        ds = dots.through_norm(x_hat, g, saved.rstd, this.cut.N, LAYER, order)
         ds = input_gradient(this, at, saved, ds)
         if len(c_sums) > 0:
             sums += (c_sums[j] + ds * inputs[j].astype(ct.float32),)

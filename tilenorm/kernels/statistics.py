@@ -150,13 +150,16 @@ def order_of(a, cut, count, THREADS):
     return Order(opaque_zero(count), UNIT=unit(X, cut), THREADS=whole, SETTLED=True)
 
 
-def order_of_dots(X, cut, count, COPIES):
-    """The order of the sums of the backward pass.
+def order_of_dots(X, cut, count, COPIES, THREADS):
+    """The order of the sums of the backward pass. THREADS: as in order_of.
 
-    COPIES: rows that the compiler adds up in several copies of the code (backward.copied). Tiles
-    of several rows of one segment are folded: fused additions would spill up to 112 bytes
-    (gated_rms_norm of 256 bfloat16, sm_90). With more segments, folding has up to 6 barriers more.
+    COPIES: rows that the compiler adds up in several copies of the code (backward.copied). Without
+    THREADS, tiles of several rows of one segment are folded: fused additions would spill up to 112
+    bytes (gated_rms_norm of 256 bfloat16, sm_90). With more segments, folding has up to 6 barriers
+    more.
     """
+    if THREADS > 0:
+        return Order(opaque_zero(count), UNIT=unit(X, cut), THREADS=THREADS, SETTLED=True)
     if COPIES or cut.CHUNKS > 1:
         return Order(opaque_zero(count), UNIT=unit(X, cut), SETTLED=True)
     if cut.ROWS > 1 and len(cut.WIDTHS) == 1:
@@ -289,33 +292,48 @@ class Dots:
 
     def plus(self, x_hat, g, j, WIDTHS, order, LAYER):
         """The same with segment j of the widths."""
-        width = ct.static_eval(WIDTHS[j])
-        dot, total = self.dot, self.total
-        if ct.static_eval(width in WIDTHS[:j]):
-            products = self.products + x_hat * g
-            gs = self.gs + g
-        else:
-            products = order.unfused(x_hat * g)
-            gs = g
-        if ct.static_eval(width not in WIDTHS[j + 1 :]):
-            if LAYER:
-                part, part_total = order.totals(products, gs)
-                total = total + part_total
+        every = ct.static_eval(slice_widths(WIDTHS, order.UNIT * order.THREADS))
+        first = ct.static_eval(len(slice_widths(WIDTHS[:j], order.UNIT * order.THREADS)))
+        dot, total, products, gs = self.dot, self.total, self.products, self.gs
+        g_slices = order.slices((g,))
+        x_slices = order.slices((x_hat,))  # static_iter takes no call of a tile function
+        for i, x in ct.static_iter(enumerate(x_slices)):
+            width = ct.static_eval(every[first + i])
+            if ct.static_eval(width in every[: first + i]):
+                products = products + x * g_slices[i]
+                gs = gs + g_slices[i]
             else:
-                part = order.total(products)
-            dot = dot + part
+                products = order.unfused(x * g_slices[i])
+                gs = g_slices[i]
+            if ct.static_eval(width not in every[first + i + 1 :]):
+                if LAYER:
+                    part, part_total = order.totals(products, gs)
+                    total = total + part_total
+                else:
+                    part = order.total(products)
+                dot = dot + part
         return Dots(dot, total, products, gs)
 
-    def through_norm(self, x_hat, g, rstd, N, LAYER):
+    def through_norm(self, x_hat, g, rstd, N, LAYER, order):
         """dx of a segment: rstd · (g − x̂ · mean(g · x̂) − mean(g)), mean(g) for LAYER alone."""
         dx = g - x_hat * (self.dot * (1.0 / N))
         if LAYER:
-            dx = dx - self.total * (1.0 / N)
+            mean = self.total * (1.0 / N)
+            dx = dx - (order.unfused(mean) if order.THREADS > 0 else mean)
         return dx * rstd
 
     def numbers(self, LAYER):
         """What a chunk publishes: Σ g · x̂, and Σ g for LAYER."""
         return (self.dot.item(), self.total.item()) if LAYER else (self.dot.item(),)
+
+
+def slice_widths(widths, width):
+    """The widths of the slices of segments (Order.slices). width: of a slice, or 0."""
+    slices = ()
+    for segment in widths:
+        cut = min(segment, width) if width else segment
+        slices += (cut,) * (segment // cut)
+    return slices
 
 
 def no_dots(ROWS):

@@ -25,8 +25,8 @@ from .config import (
     cdiv,
     tile_width,
 )
-from .order import Rule, forward_order, forward_rule, prescribed, unit_of
-from .target import Target
+from .order import Rule, backward_rule, forward_rule, order_by_slices, prescribed, unit_of
+from .target import REGISTERS, Target
 from .tuned import rules
 from .tuned.tables import TABLES
 
@@ -51,11 +51,13 @@ def chosen(spec: NormSpec, target: Target, needs: Needs | None = None) -> Config
         config = _by_rule(spec, inputs, rule) if rule else _forward(spec, inputs)
     elif spec.modulated:
         config = _by_group(spec, needs)
+    elif rule := backward_rule(spec, target):
+        config = _backward_by_rule(spec, target, needs, rule)
     else:
         config = _backward(spec, target, needs)
     # A chain's or a modulated norm's own table has the op's name. Else a plain norm's table serves.
     if needs is None and spec.op not in op:
-        config = _around(spec, config)
+        config = _around(spec, target, config)
     return with_room(spec, config)
 
 
@@ -72,7 +74,7 @@ def _forced(spec: NormSpec, target: Target, config: Config) -> Config:
     return config
 
 
-def _around(spec: NormSpec, config: Config) -> Config:
+def _around(spec: NormSpec, target: Target, config: Config) -> Config:
     """A plain norm's configuration, for a norm that does more and that was not tuned."""
     if spec.inner and spec.norm == "layer":
         # Two LayerNorms have more registers than the table's occupancies leave for one.
@@ -81,7 +83,7 @@ def _around(spec: NormSpec, config: Config) -> Config:
     if not spec.modulated or config.rows == 1 or elements <= rules.MODULATED_TILE:
         return config
     halved = replace(config, rows=config.rows // 2)
-    return halved if keeps_order(spec, None, halved) else config
+    return halved if keeps_order(spec, target, None, halved) else config
 
 
 def _by_rule(spec: NormSpec, inputs: int, rule: Rule) -> RowForward | SharedForward:
@@ -101,6 +103,28 @@ def _by_rule(spec: NormSpec, inputs: int, rule: Rule) -> RowForward | SharedForw
     widths = (width,) * cdiv(spec.hidden, width)
     packed = _packs(spec) and spec.hidden * inputs >= rules.PACKED_FROM
     return RowForward(1, Hints(None, warps), widths, packed=packed)
+
+
+def _backward_by_rule(spec: NormSpec, target: Target, needs: Needs, rule: Rule) -> Backward:
+    """The same for a backward pass. Of each element a thread has float32 values of x̂ and g, of the
+    sums over rows, and of what it reads, now and ahead. Blocks that share a row have two more.
+    """
+    width, rows = rule.width, 1
+    while cdiv(rule.chunk or spec.hidden, width) > rules.MOST_SEGMENTS:
+        width *= 2
+    widths = (rule.chunk,) if rule.chunk else (width,) * cdiv(spec.hidden, width)
+    if not rule.warps:
+        rows = cdiv((rule.unit or unit_of(spec)) * Hints().threads, tile_width(width))
+        if not rule.unit:
+            rows = max(rows, rules.TILE // tile_width(sum(widths)))
+    values = 2 + needs.sums + (1 + needs.terms + needs.dsum) * spec.widest_item // 2
+    values += 2 if rule.chunk else 0
+    blocks = min(rules.BACKWARD_BLOCKS, REGISTERS // (values * rows * sum(widths)))
+    hints = Hints(max(1, blocks), rule.warps if rule.warps == 8 else None)
+    tma = target.has_tma and rule.warps == 8 and not rule.chunk
+    tight = rule.chunk > 0 or blocks == 0
+    packed, reread = tight and _packs(spec), tight and bool(spec.weight)
+    return Backward(widths, rows, tma=tma, hints=hints, packed=packed, reread=reread)
 
 
 def with_room(spec: NormSpec, config: Config) -> Config:
@@ -302,16 +326,16 @@ def _tabled(spec: NormSpec, target: Target, needs: Needs | None) -> tuple[Config
     for op in operations(spec, needs):
         for table in _of_user, _shipped:
             match = table(spec, target, needs, op)
-            if match and keeps_order(spec, needs, match[0]):
+            if match and keeps_order(spec, target, needs, match[0]):
                 config, source = match
                 return config, op, source
     return None
 
 
-def keeps_order(spec: NormSpec, needs: Needs | None, config: Config) -> bool:
+def keeps_order(spec: NormSpec, target: Target, needs: Needs | None, config: Config) -> bool:
     """Whether a configuration adds up a row as every norm of such rows does (see order.py)."""
-    rule = prescribed(spec) if needs is None else None
-    return rule is None or forward_order(spec, config) == rule
+    rule = prescribed(spec, target, needs is not None)
+    return rule is None or order_by_slices(spec, config) == rule
 
 
 def _of_user(

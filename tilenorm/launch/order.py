@@ -11,16 +11,35 @@ dtype, which is the dtype of the sum where a residual is added. Rows without a p
 
 - rows that do not fill 16-byte vectors, which are read element by element: with an order
   layer_norm of 4097 took 2.5 times as long (an H200);
-- norms with a gate, which read three matrices. Each has an order of its own, and keeps it;
-- heads that are rotated, and rows that are sharded over processes;
-- backward passes: dx in one order for all norms cost LayerNorms up to 13% (an H100).
+- heads that are rotated, and rows that are sharded over processes.
+
+TILENORM_ONE_RESULT=1 extends the contract. Without it these have orders of their own, too:
+
+- forward passes of norms with a gate, which read three matrices;
+- backward passes: dx in one order for all norms cost up to 15% (an H100).
+
+With it dx has the same bits with and without a residual, whichever gradients are asked for, and a
+gate that multiplies by 1 changes no bit of y. Also with it these backward passes keep orders of
+their own, beside those of the rows above:
+
+- norms with a gate: one more matrix is read and one more written;
+- rows that are modulated by group, which another kernel adds up (group_backward.py).
 """
 
+from functools import cache
 from typing import NamedTuple
 
+from ..settings import settings
 from ..spec import ITEM_BYTES, NormSpec
-from .config import Config, RowForward, tile_width
+from .config import Config, RowForward, cdiv, tile_width
+from .target import Target
 from .tuned import orders
+
+
+@cache
+def one_result() -> bool:
+    """Whether TILENORM_ONE_RESULT is set. It is read once: all plans of a process agree."""
+    return settings().one_result
 
 
 class Slice(NamedTuple):
@@ -54,17 +73,28 @@ class RowOrder(NamedTuple):
 
 def forward_order(spec: NormSpec, config: Config) -> RowOrder:
     """The order of a forward pass with this configuration, as statistics.order_of prescribes it."""
-    widths = config.segments(spec.hidden)
-    chunk = sum(widths) if sum(widths) < spec.hidden else 0
     if spec.aligned:
-        slices = slices_of(widths, config.rows, config.hints.threads, unit_of(spec))
-        return RowOrder("slices", spec.hidden, chunk, slices)
+        return order_by_slices(spec, config)
+    widths = config.segments(spec.hidden)
+    chunk = _chunk_of(spec, config)
     segments = slices_of(widths, 1, 0, 1)
     fetches = isinstance(config, RowForward) and config.fetch
     if chunk or fetches:
         return RowOrder("halves", spec.hidden, chunk, segments)
     kind = "fused" if config.rows > 1 else "compiler"
     return RowOrder(kind, spec.hidden, chunk, segments, None if config.rows > 1 else config)
+
+
+def order_by_slices(spec: NormSpec, config: Config) -> RowOrder:
+    """The order that a pass of either direction prescribes with this configuration."""
+    widths, threads = config.segments(spec.hidden), config.hints.threads
+    slices = slices_of(widths, config.rows, threads, unit_of(spec))
+    return RowOrder("slices", spec.hidden, _chunk_of(spec, config), slices)
+
+
+def _chunk_of(spec: NormSpec, config: Config) -> int:
+    width = sum(config.segments(spec.hidden))
+    return width if width < spec.hidden else 0
 
 
 def unit_of(spec: NormSpec) -> int:
@@ -92,31 +122,48 @@ class Rule(NamedTuple):
     """How every norm of rows of up to `largest` elements adds them up.
 
     warps: of a block, or 0 for tiles of several rows. width: of a slice, or 0 for the tile's width.
-    chunk: as in RowOrder.
+    chunk: as in RowOrder. unit: as in Slice, where a tile of several rows has fewer elements than a
+    vector for each thread, else 0.
     """
 
     largest: int
     warps: int
     width: int
     chunk: int = 0
+    unit: int = 0
 
 
 def forward_rule(spec: NormSpec) -> Rule | None:
     """The rule for a forward pass; None where norms have orders of their own."""
-    if spec.gate or spec.rotation or not spec.aligned:
+    if spec.rotation or not spec.aligned or (spec.gate and not one_result()):
         return None
+    return _rule(spec, orders.FORWARD)
+
+
+def backward_rule(spec: NormSpec, target: Target) -> Rule | None:
+    """The same for a backward pass. Blocks that share a row wait for each other, so that all have
+    to be resident at once: where a GPU has few multiprocessors, chunks are wider.
+    """
+    if spec.gate or spec.rotation or spec.modulated or not spec.aligned or not one_result():
+        return None
+    rule = _rule(spec, orders.BACKWARD)
+    least = tile_width(cdiv(spec.hidden, target.multiprocessors))
+    return rule and rule._replace(chunk=rule.chunk and max(rule.chunk, least))
+
+
+def _rule(spec: NormSpec, table: dict) -> Rule | None:
     item = ITEM_BYTES[spec.residual or spec.dtype]
-    rows = (Rule(*row) for row in orders.FORWARD.get((spec.norm, item), ()))
+    rows = (Rule(*row) for row in table.get((spec.norm, item), ()))
     rule = next((rule for rule in rows if spec.hidden <= rule.largest), None)
     return rule and rule._replace(width=rule.width or tile_width(spec.hidden))
 
 
-def prescribed(spec: NormSpec) -> RowOrder | None:
-    """The order that every forward pass of such rows has, or None where there is no rule."""
-    rule = forward_rule(spec)
+def prescribed(spec: NormSpec, target: Target, backward: bool) -> RowOrder | None:
+    """The order that every pass of such rows has, or None where there is no rule."""
+    rule = backward_rule(spec, target) if backward else forward_rule(spec)
     if rule is None:
         return None
-    read = min(unit_of(spec), rule.width)
+    read = rule.unit or min(unit_of(spec), rule.width)
     if rule.warps:
         read = max(1, min(read, rule.width // (32 * rule.warps)))
     return RowOrder("slices", spec.hidden, rule.chunk, (Slice(0, rule.width, read),))

@@ -22,7 +22,7 @@ from .arrays import MAIN_ARRAYS, BackwardArrays, ForwardArrays, of_group_sums, t
 from .calls import MAX_GRID, Launch, Needs, constants, parts, rectangles
 from .config import Backward, ColumnSum, Hints, RowForward, SharedForward, StreamForward, cdiv
 from .kernel import hinted
-from .order import RowOrder, forward_order
+from .order import RowOrder, backward_rule, forward_order
 from .quantized import cast_apart, compiled_as
 from .rope import RopeBackwardPlan, RopeForwardPlan
 from .target import Target
@@ -221,6 +221,13 @@ class BackwardPlan(Tiling):
         resident, groups = self.resident // self.chunks, self._groups
         return min(self.tiles(rows), max(groups, resident // groups * groups))
 
+    @cached_property
+    def _how(self) -> How:
+        config = self.config
+        threads = config.hints.threads if backward_rule(self.spec, self.target) else 0
+        how = {"THREADS": threads, "REREAD": config.reread} | self._sharing
+        return How(config.packed, config.tma, config.store, **how)
+
     @remembered
     def partials(self, rows: int) -> tuple[int, int] | None:
         """Shape of the float32 scratch for partial sums over rows; None without dw and db."""
@@ -240,8 +247,7 @@ class BackwardPlan(Tiling):
         """_eps: is not read, because the saved rstd holds it."""
         config, blocks = self.config, self.blocks(rows)
         kernel = hinted(self.function, config.hints)
-        how = How(config.packed, config.tma, config.store, REREAD=config.reread, **self._sharing)
-        groups = map(constants, (self.norm, self.cut, how))
+        groups = map(constants, (self.norm, self.cut, self._how))
         grid, after = (blocks * self.chunks,), (rows, *groups, self.needs.dw, self.needs.db)
         main = Launch(kernel, grid, (), MAIN_ARRAYS, after, self._starts_early)
         return [*self._clear(_BACKWARD_SLOTS, rows), main, *self._sums(blocks)]

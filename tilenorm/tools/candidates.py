@@ -123,7 +123,7 @@ class Search:
         served_by = [config for config in dict.fromkeys(tried) if not config.refusal(served)]
         # Tuning changes no bits: another order would be passed over.
         needs = self.needs
-        return [c for c in served_by if heuristics.keeps_order(spec, needs, c)]
+        return [c for c in served_by if heuristics.keeps_order(spec, target, needs, c)]
 
 
 def explicit(config: Config, hidden: int) -> Config:

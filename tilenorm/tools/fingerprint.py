@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..launch import user_table
+from ..launch.order import one_result
 from ..launch.target import Target
 from ..launch.toolchain import COMPILER_PACKAGES, cuda_tile_missing, package_version
 from ..launch.tuned.rules import VERSIONS
@@ -74,7 +75,8 @@ def fingerprint(device: torch.device | str | int | None = None) -> Fingerprint:
     if target:
         name = f"{target.name} of {target.multiprocessors} multiprocessors"
     backend = settings().backend
-    options = f"TILENORM_BACKEND={backend}" if backend else ""
+    options = [f"TILENORM_BACKEND={backend}"] if backend else []
+    options += ["TILENORM_ONE_RESULT=1"] if one_result() else []
     return Fingerprint(
         package_version("tilenorm"),
         code_digest(),
@@ -82,7 +84,7 @@ def fingerprint(device: torch.device | str | int | None = None) -> Fingerprint:
         _compiler(),
         name,
         serving,
-        options,
+        ", ".join(options),
     )
 
 

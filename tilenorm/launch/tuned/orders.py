@@ -1,9 +1,12 @@
-"""The order in which every norm without a gate adds up a row: see launch/order.py.
+"""The orders in which norms add up a row: see launch/order.py.
 
 By the norm and the bytes of an element of what is normalised, rows of (the largest row, warps of a
 block or 0 for tiles of several rows, columns of a slice or 0 for the tile's width, columns of each
-block that shares a row or 0). The orders were chosen so that the fewest configurations of the
-tables had to change. Every architecture has the same ones.
+block that shares a row or 0). Tiles of several rows may have a fifth number: the elements of a row
+that a thread reads at once, where they are fewer than a vector. The orders were chosen so that the
+fewest configurations of the tables had to change. Every architecture has the same ones. FORWARD
+serves norms without a gate. Where TILENORM_ONE_RESULT is set it serves those with a gate, too, and
+BACKWARD serves.
 """
 
 FORWARD = {
@@ -45,5 +48,54 @@ FORWARD = {
         (5120, 4, 512),
         (16384, 8, 1024),
         (262144, 4, 512, 4096),
+    ),
+}
+
+BACKWARD = {
+    ("rms", 2): (
+        (256, 0, 0),
+        (384, 0, 128, 0, 4),
+        (512, 0, 0),
+        (768, 0, 256, 0, 4),
+        (1024, 0, 512),
+        (1536, 4, 512),
+        (3072, 4, 1024),
+        (4096, 8, 2048),
+        (5120, 4, 1024),
+        (16384, 8, 2048),
+        (262144, 8, 2048, 4096),
+    ),
+    ("layer", 2): (
+        (256, 0, 0),
+        (384, 0, 128, 0, 4),
+        (512, 0, 0),
+        (768, 0, 256, 0, 4),
+        (1024, 0, 0),
+        (1536, 4, 512),
+        (3072, 4, 1024),
+        (4096, 8, 2048),
+        (6144, 4, 1024),
+        (12288, 8, 2048),
+        (262144, 8, 2048, 4096),
+    ),
+    ("rms", 4): (
+        (16, 0, 0),
+        (64, 0, 64),
+        (512, 0, 0),
+        (1536, 4, 512),
+        (2048, 8, 1024),
+        (3072, 4, 512),
+        (7168, 8, 1024),
+        (262144, 4, 512, 2048),
+    ),
+    ("layer", 4): (
+        (16, 0, 0),
+        (64, 0, 64),
+        (512, 0, 0),
+        (1536, 4, 512),
+        (2048, 8, 1024),
+        (3072, 4, 512),
+        (12288, 8, 1024),
+        (262144, 4, 512, 2048),
     ),
 }

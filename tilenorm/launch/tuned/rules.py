@@ -34,6 +34,8 @@ TMA_TILE, TMA_TILE_OF_MORE = 8192, 4096
 # chunks of 1024 (2026-11-26): at 262144 all blocks together have one row. With WIDE_CHUNK they have
 # two, spill at most 24 bytes, and reached 50% of a copy at 262144 and 65% at 65536.
 WIDE_CHUNK, CHUNK, MORE_CHUNK = (2048, 2), (1024, 3), (1024, 2)
+# Backward, a prescribed order: the most blocks on a multiprocessor. Untimed.
+BACKWARD_BLOCKS = 5
 # Backward in float16, blocks that share a row: the widest row with a gate that reads its weights
 # again, see _for_float16 in heuristics.py.
 GATED_FLOAT16 = 65536
