@@ -8,8 +8,9 @@ compiling takes, ``python -m bench accuracy`` measures errors, ``python -m bench
 and ``python -m bench tests`` runs the tests that need a GPU. ``--from`` prints their records too.
 ``--check FILE ...`` compares this machine with records of it, in two minutes.
 
-The suite "release" measures every op, in every dtype, on a machine. Started again with the same
-``--out``, it goes on where it ended.
+The suite "release" measures every op, in every dtype, on a machine. "latency" has the decode steps
+of an engine, and "rotation" norms of queries and keys with their rotation. Started again with the
+same ``--out``, these three go on where they ended.
 """
 
 import argparse

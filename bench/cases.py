@@ -65,7 +65,7 @@ AROUND = ("rms_norm_add", "layer_norm_add", "gated_rms_norm", "gated_layer_norm"
 CHAINS = ("rms_norm_add_rms_norm", "layer_norm_add_layer_norm")
 MODULATED = tuple(name for name, op in OPS.items() if op.by_group)
 
-RELEASE = "release"
+RELEASE, LATENCY, ROTATION = "release", "latency", "rotation"
 _MI = 1 << 20
 _SIZES = tuple(
     sorted((*(1 << k for k in range(8, 19)), 1536, 3072, 5120, 7168, 12288, 20480, 49152))
@@ -73,6 +73,7 @@ _SIZES = tuple(
 # Rows of all samples, N, and samples: DiT-XL/2, SD3, Flux, Wan 2.1 14B, and a shape at which the
 # launch takes longer than the memory.
 _IMAGES = (16384, 1152, 64), (8192, 1536, 2), (4608, 3072, 1), (32760, 5120, 1), (1024, 1024, 1)
+_TOKENS = (1, 8, 32, 128, 512)
 # The sizes that README's tables show, and the N of the dtypes that are not bfloat16 in a release.
 SHOWN, FEWER = (1024, 4096, 16384, 65536), (128, 256, 1152, 4096, 65536, 262144)
 
@@ -84,6 +85,12 @@ def _cases(ops, shapes, dtypes=tuple(DTYPES)) -> tuple[Case, ...]:
 
 def _sweep(elements: int, ops, hidden, dtypes=tuple(DTYPES)) -> tuple[Case, ...]:
     return _cases(ops, [(elements // n, n) for n in hidden], dtypes)
+
+
+def _of_heads(op: str, hidden, tokens, groups: int = 1) -> tuple[Case, ...]:
+    """An op on heads of several sizes, with all heads of a token."""
+    shapes = [(count * OPS[op].unit, n, groups) for n in hidden for count in tokens]
+    return _cases([op], shapes, ["bfloat16"])
 
 
 def _by_importance(cases: tuple[Case, ...]) -> tuple[Case, ...]:
@@ -116,12 +123,18 @@ SUITES = {
     ),
     # The published sweep of Triton's LayerNorm tutorial.
     "tutorial": _cases(["layer_norm"], [(4096, n) for n in range(1024, 15873, 512)], ["float16"]),
-    # Decode steps and small batches.
-    "latency": _cases(
-        PLAIN[:3], [(1 << k, n) for n in (2048, 4096, 8192, 16384) for k in range(10)], ["bfloat16"]
-    ),
+    # Every number of heads in every size, which torch.compile fuses with their rotation.
+    ROTATION: sum((_of_heads(op.name, (64, 128, 256), (8192,), 2) for op in ROTATED), ()),
+    # The decode steps of an engine, by the number of tokens in a batch.
+    LATENCY: _cases(
+        PLAIN[:3], [(m, n) for n in (1024, 2048, 4096, 8192) for m in _TOKENS], ["bfloat16"]
+    )
+    + _of_heads("head_rms_norm", (128,), _TOKENS)
+    + _of_heads("rms_norm_rope 32/8", (128,), _TOKENS),
 }
-SUITE_DIRECTIONS = {"latency": (INFERENCE,)}
+SUITE_DIRECTIONS = {LATENCY: (INFERENCE,)}
+# A run of these goes on in the file where an earlier run ended.
+RESUMED = (RELEASE, LATENCY, ROTATION)
 
 
 def select(suite: str, ops=None, dtypes=None, hidden=None) -> list[Case]:

@@ -16,6 +16,7 @@ gains    what the second variant of each pair of training steps gains
 steps    the same in a sentence for each two variants, with the steps that are slower first
 hosts    the host time of PyTorch's norms and of tilenorm's
 turns    calls in the cold (way=cold) or whole steps (way=model) beside their base, losses first
+measured whether each machine's newest release is of these kernels, and its commit
 index    a row for each record: its question and its answer
 plot     a link to the plot of the records, an SVG file, which a path that ends in .svg names
 
@@ -29,7 +30,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import beside, plot, report
+from bench import beside, plot, provenance, report
 from bench.op import DIRECTIONS
 from bench.record import Cell, Record, by_shape, load, merge
 from bench.text import columns, distinct
@@ -126,8 +127,9 @@ def _block(document: Path, match: re.Match) -> Block:
     sources = [
         (path, load([document.parent / path]).narrowed(**wanted)) for path, wanted in options
     ]
-    block, cells = Block(kind, sources, svg), sum(len(record.cells) for _, record in sources)
-    apart = kind in ("index", "gains", "steps")  # these have each record by itself
+    block = Block(kind, sources, svg)
+    cells = sum(len(record.cells) for _, record in sources)
+    apart = kind in ("index", "gains", "steps", "measured")  # these have each record by itself
     shown = None if apart else block.record
     if kind in ("summary", "plot") and len(shown.cells) < cells:
         raise ValueError(f"{document}: two records have the same cells in {opening}")
@@ -184,6 +186,23 @@ def _losses(block: Block) -> str:
         lines.append(f"- `{op}` {direction}, {dtype}: {', '.join(parts)}")
     first = f"Another provider is faster at {count} of the {len(compared)} measured shapes:\n"
     return "\n".join([first, *lines])
+
+
+def newest(records: Iterable[Record]) -> list[Record]:
+    """The latest record of each machine."""
+    ordered = sorted(records, key=lambda record: record.runs[-1]["date"])
+    return [*{record.runs[-1]["machine"]: record for record in ordered}.values()]
+
+
+def _measured(block: Block) -> str:
+    """A sentence for each machine: whether its newest release is of this checkout's kernels."""
+    lines, here = [], provenance.sources(*provenance.KERNELS)
+    for record in newest(record for _, record in block.sources):
+        run = record.runs[-1]
+        name, day = run["machine"].split()[1], run["date"][:10]
+        kernels = "of these kernels" if run.get("kernels") == here else "of older kernels"
+        lines.append(f"- The {name}'s release is {kernels}: commit {run['commit']}, {day}.")
+    return "\n".join(sorted(lines))
 
 
 def _index(block: Block) -> str:
@@ -307,6 +326,7 @@ KINDS = {
     "turns": lambda block: columns(*beside.listed(block.record.turns)[1:3]),
     "summary": _summary,
     "losses": _losses,
+    "measured": _measured,
     "index": _index,
     "gains": lambda block: report.gains(record for _, record in block.sources),
     "steps": lambda block: report.steps(record for _, record in block.sources),

@@ -30,7 +30,11 @@ def norm_of(shape: Shape, **factory) -> nn.Module:
 
 
 class Attention(nn.Module):
-    """Attention, rotated if it gets cos and sin. ``heads`` queries share ``kv_heads`` keys."""
+    """Attention, rotated if it gets cos and sin. ``heads`` queries share ``kv_heads`` keys.
+
+    Its forward and those of its subclasses are written as in Hugging Face's models, whose
+    statements tilenorm.patch reads.
+    """
 
     def __init__(self, shape: Shape, **factory):
         super().__init__()
@@ -45,26 +49,67 @@ class Attention(nn.Module):
             norms = (nn.RMSNorm(count, shape.eps, **factory) for count in columns)
             self.q_norm, self.k_norm = norms
 
+    def forward(self, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None) -> Tensor:
+        heads = *x.shape[:-1], -1, self.shape.head
+        q = self.q(x).view(heads).transpose(1, 2)
+        k = self.k(x).view(heads).transpose(1, 2)
+        v = self.v(x).view(heads).transpose(1, 2)
+        if cos is not None:
+            q, k = rotated(q, k, cos, sin)
+        return self.output(attended(self.shape, q, k, v))
+
+
+class QwenAttention(Attention):
+    """Attention of Qwen 3, which normalises each head."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[override]
+        heads = *x.shape[:-1], -1, self.shape.head
+        q = self.q_norm(self.q(x).view(heads)).transpose(1, 2)
+        k = self.k_norm(self.k(x).view(heads)).transpose(1, 2)
+        v = self.v(x).view(heads).transpose(1, 2)
+        q, k = rotated(q, k, cos, sin)
+        return self.output(attended(self.shape, q, k, v))
+
+
+class OLMoAttention(Attention):
+    """Attention of OLMo 2, which normalises all heads of a token together."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[override]
+        heads = *x.shape[:-1], -1, self.shape.head
+        q = self.q_norm(self.q(x))
+        k = self.k_norm(self.k(x))
+        v = self.v(x)
+        q = q.view(heads).transpose(1, 2)
+        k = k.view(heads).transpose(1, 2)
+        v = v.view(heads).transpose(1, 2)
+        q, k = rotated(q, k, cos, sin)
+        return self.output(attended(self.shape, q, k, v))
+
+
+class AdaptiveAttention(Attention):
+    """Attention of diffusion transformers, whose layers may put streams together in between."""
+
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, of shape (batch, heads, tokens, D)."""
-        q, k, v = self.q(x), self.k(x), self.v(x)
-        if self.shape.qk_norm == "whole":
-            q, k = self.q_norm(q), self.k_norm(k)
         # (batch, tokens, H D) -> (batch, tokens, H, D)
-        q, k, v = (projected.unflatten(-1, (-1, self.shape.head)) for projected in (q, k, v))
+        projected = self.q(x), self.k(x), self.v(x)
+        q, k, v = (columns.unflatten(-1, (-1, self.shape.head)) for columns in projected)
         if self.shape.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    def forward(self, x: Tensor, *table: Tensor | None) -> Tensor:
-        return self.output(attended(self.shape, *self.heads(x), *table))
+    def mixed(self, q: Tensor, k: Tensor, v: Tensor, *table: Tensor) -> Tensor:
+        """Attention before its output's projection, rotated in float32 if it gets cos and sin."""
+        if table:
+            q, k = _rotated_pairs(q, *table), _rotated_pairs(k, *table)
+        return attended(self.shape, q, k, v)
 
 
-def attended(shape: Shape, q: Tensor, k: Tensor, v: Tensor, cos=None, sin=None) -> Tensor:
+ATTENTION = {"": Attention, "head": QwenAttention, "whole": OLMoAttention}
+
+
+def attended(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """(batch, heads, tokens, D) -> (batch, tokens, H D)"""
-    if cos is not None:
-        turned = _rotated_pairs if shape.adaptive else _rotated
-        q, k = turned(q, cos, sin), turned(k, cos, sin)
     grouped = q.shape[1] != k.shape[1]
     y = F.scaled_dot_product_attention(q, k, v, is_causal=shape.causal, enable_gqa=grouped)
     return y.transpose(1, 2).flatten(-2)
@@ -98,7 +143,7 @@ class Block(nn.Module):
         super().__init__()
         self.shape = shape
         self.attention_norm = norm_of(shape, **factory)
-        self.attention = Attention(shape, **factory)
+        self.attention = ATTENTION[shape.qk_norm](shape, **factory)
         self.ffn_norm = norm_of(shape, **factory)
         self.ffn = FeedForward(shape, **factory)
 
@@ -157,7 +202,7 @@ class Transformer(nn.Module):
         if shape.learned:
             self.positions = nn.Parameter(torch.empty(shape.learned, shape.hidden, **factory))
         for name, table in zip(("cos", "sin"), rotation(shape), strict=True):
-            placed = None if shape.learned else table.to(**factory)
+            placed = None if shape.learned else table[None].to(**factory)
             self.register_buffer(name, placed, persistent=False)
 
     def forward(self, given: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -188,34 +233,56 @@ def modulation(shape: Shape, count: int, **factory) -> nn.Module:
     return nn.Sequential(nn.SiLU(), nn.Linear(shape.hidden, count * shape.hidden, **factory))
 
 
-class Stream(Block):
-    """The parts of a layer around its attention, which several streams may share."""
+class Modulated(nn.Module):
+    """A norm that scales and shifts its output. It also returns the other parts of ``count`` that a
+    projection makes of the conditioning: AdaLayerNormZero of diffusers.
+    """
+
+    def __init__(self, shape: Shape, count: int, **factory):
+        super().__init__()
+        self.count = count
+        self.modulation = modulation(shape, count, **factory)
+        self.norm = norm_of(shape, **factory)
+
+    def forward(self, x: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+        shift, scale, *others = self.modulation(c).chunk(self.count, 1)
+        x = self.norm(x) * (1 + scale[:, None]) + shift[:, None]
+        return x, *others
+
+
+class Stream(nn.Module):
+    """The parts of a layer around its attention, which several streams may share.
+
+    The statements are those of diffusers' blocks, which tilenorm.patch reads.
+    """
 
     def __init__(self, shape: Shape, **factory):
-        super().__init__(shape, **factory)
-        self.modulation = modulation(shape, 6, **factory)
+        super().__init__()
+        self.attention_norm = Modulated(shape, 6, **factory)
+        self.attention = AdaptiveAttention(shape, **factory)
+        self.ffn_norm = norm_of(shape, **factory)
+        self.ffn = FeedForward(shape, **factory)
 
-    def opened(self, x: Tensor, by_sample: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v."""
-        shift, scale, *_ = by_sample
-        normed = self.attention_norm(x) * (1 + scale[:, None]) + shift[:, None]
-        return self.attention.heads(normed)
-
-    def closed(self, x: Tensor, y: Tensor, by_sample: tuple[Tensor, ...]) -> Tensor:
-        """The layer's output, given that of attention."""
-        *_, gate, shift, scale, gate_ffn = by_sample
-        x = x + gate[:, None] * self.attention.output(y)
-        normed = self.ffn_norm(x) * (1 + scale[:, None]) + shift[:, None]
+    def forward(self, x: Tensor, y: Tensor, gate, shift, scale, gate_ffn) -> Tensor:
+        """The layer's output, given its input x and y of its attention."""
+        y = gate[:, None] * self.attention.output(y)
+        x = x + y
+        normed = self.ffn_norm(x)
+        normed = normed * (1 + scale[:, None]) + shift[:, None]
         return x + gate_ffn[:, None] * self.ffn(normed)
 
 
-class Alone(Stream):
+class Alone(nn.Module):
     """A layer of DiT."""
 
-    def forward(self, x: Tensor, c: Tensor) -> Tensor:  # type: ignore[override]
-        by_sample = self.modulation(c).chunk(6, 1)
-        y = attended(self.shape, *self.opened(x, by_sample))
-        return self.closed(x, y, by_sample)
+    def __init__(self, shape: Shape, **factory):
+        super().__init__()
+        self.stream = Stream(shape, **factory)
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        normed, *by_sample = self.stream.attention_norm(x, c)
+        attention = self.stream.attention
+        return self.stream(x, attention.mixed(*attention.heads(normed)), *by_sample)
 
 
 class Joint(nn.Module):
@@ -226,13 +293,14 @@ class Joint(nn.Module):
         self.text, self.image = Stream(shape, **factory), Stream(shape, **factory)
 
     def forward(self, text: Tensor, image: Tensor, c: Tensor, cos: Tensor, sin: Tensor):
-        for_text, for_image = (part.modulation(c).chunk(6, 1) for part in (self.text, self.image))
-        both = self.text.opened(text, for_text), self.image.opened(image, for_image)
+        of_text, *for_text = self.text.attention_norm(text, c)
+        of_image, *for_image = self.image.attention_norm(image, c)
+        both = self.text.attention.heads(of_text), self.image.attention.heads(of_image)
         q, k, v = (torch.cat(parts, 2) for parts in zip(*both, strict=True))
-        y = attended(self.text.shape, q, k, v, cos, sin)
+        y = self.image.attention.mixed(q, k, v, cos, sin)
         written, seen = y.split((text.shape[1], image.shape[1]), 1)
-        image = self.image.closed(image, seen, for_image)
-        return self.text.closed(text, written, for_text), image
+        image = self.image(image, seen, *for_image)
+        return self.text(text, written, *for_text), image
 
 
 class Single(nn.Module):
@@ -240,17 +308,15 @@ class Single(nn.Module):
 
     def __init__(self, shape: Shape, **factory):
         super().__init__()
-        self.modulation = modulation(shape, 3, **factory)
-        self.norm = norm_of(shape, **factory)
-        self.attention = Attention(shape, **factory)
+        self.norm = Modulated(shape, 3, **factory)
+        self.attention = AdaptiveAttention(shape, **factory)
         self.attention.output = nn.Identity()
         self.up = nn.Linear(shape.hidden, shape.ffn, **factory)
         self.output = nn.Linear(shape.hidden + shape.ffn, shape.hidden, **factory)
 
     def forward(self, x: Tensor, c: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        shift, scale, gate = self.modulation(c).chunk(3, 1)
-        normed = self.norm(x) * (1 + scale[:, None]) + shift[:, None]
-        y = self.attention(normed, cos, sin)
+        normed, gate = self.norm(x, c)
+        y = self.attention.mixed(*self.attention.heads(normed), cos, sin)
         wide = F.gelu(self.up(normed), approximate="tanh")
         return x + gate[:, None] * self.output(torch.cat((y, wide), 2))
 
@@ -339,9 +405,17 @@ def rotation(shape: Shape) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat((-second, first), -1) * sin
+def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k of shape (batch, heads, tokens, D), rotated by tables (1, tokens, D): Hugging Face's
+    apply_rotary_pos_emb, whose operations tilenorm.compile recognises in the graph.
+    """
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return q * cos + _half_turned(q) * sin, k * cos + _half_turned(k) * sin
+
+
+def _half_turned(x: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), -1)
 
 
 def _rotated_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

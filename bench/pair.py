@@ -80,9 +80,12 @@ VARIANTS: dict[str, tuple[dict | str | None, str | None, dict]] = {
     "compile": (None, "torch", {}),
     "patch": ({}, None, {}),
     "patch-add": ({"residual": True}, None, {}),
+    "patch-modulation": ({"residual": True, "modulation": True}, None, {}),
+    "patch-rotation": ({"residual": True, "rotation": True}, None, {}),
     "patch-compile": ({}, "torch", {}),
     "tilenorm-compile": (None, "tilenorm", {}),  # replaces norms in the graph
     "tilenorm-compile-low": (None, "tilenorm", {"memory": "low"}),
+    "tilenorm-compile-rotation": (None, "tilenorm", {"rotation": True}),
 }
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+KERNELS = ("kernels", "launch")  # the folders of tilenorm that the time of a kernel depends on
 PACKAGES = ("triton", "cuda-tile", "quack-kernels", "liger-kernel", "tilegym", "flashinfer-python")
 
 
@@ -63,7 +64,8 @@ def describe_run(device: str, arguments: list[str], absent: dict[str, str]) -> d
         "packages": {name: _version(name) for name in PACKAGES},
         "tilenorm": tilenorm.__version__,
         "commit": _commit(),
-        "sources": _sources(),
+        "sources": sources("."),
+        "kernels": sources(*KERNELS),
         "host_path": host_path(),
         "absent": absent,
     }
@@ -100,9 +102,12 @@ def _commit() -> str | None:
         return None
 
 
-def _sources() -> str:
-    """A digest of tilenorm's files: two edited checkouts of one commit differ in it."""
-    found, folder = hashlib.sha256(), ROOT / "tilenorm"
-    for path in sorted(p for p in folder.rglob("*") if p.suffix in (".py", ".json", ".cpp")):
-        found.update(str(path.relative_to(folder)).encode() + path.read_bytes())
-    return found.hexdigest()[:16]
+def sources(*folders: str) -> str:
+    """A digest of the source files in folders of tilenorm. Two edited checkouts of one commit have
+    different ones.
+    """
+    root, digest = ROOT / "tilenorm", hashlib.sha256()
+    paths = {path for folder in folders for path in (root / folder).rglob("*")}
+    for path in sorted(p for p in paths if p.suffix in (".py", ".json", ".cpp")):
+        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return digest.hexdigest()[:16]

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.cases import RELEASE
+from bench.cases import RELEASE, RESUMED
 from bench.op import HOST
 
 # What has to be equal for a run to go on in the file of another.
@@ -364,13 +364,13 @@ def writing(path: str | None, run: dict) -> Iterator[tuple[Record, Callable[[Lin
     """A record of a run, and a function that adds a line to it, and at once to the file at
     ``path``, if a path is given.
 
-    The record is empty, or, of a release, what the file has, if it exists. Exits if that is of
-    another suite, commit, version or machine.
+    The record is empty, or, of a suite in RESUMED, what the file has, if it exists. Exits if that
+    is of another suite, commit, version or machine.
     """
     record = Record()
     if path:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-    if run.get("suite") == RELEASE and path and Path(path).exists():
+    if run.get("suite") in RESUMED and path and Path(path).exists():
         whole, end, _ = Path(path).read_text().rpartition("\n")  # without a line that was cut off
         Path(path).write_text(whole + end)
         record = load([path])

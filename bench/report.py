@@ -1,6 +1,7 @@
 """Tables printed from a record, as text or as Markdown. Nothing in this module measures."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
 
 from bench import beside
 from bench.cases import OPS
@@ -8,7 +9,7 @@ from bench.op import DIRECTIONS, INFERENCE
 from bench.record import CONFIDENCE, Accuracy, Cell, Estimate, FirstCall, Host, Pair, Record, Tests
 from bench.text import Table, columns, distinct, grouped
 
-OURS, EAGER = "tilenorm", "torch"
+OURS, EAGER, LIGER = "tilenorm", "torch", "liger"
 OVER_EAGER = 2
 FEW_ULPS = 4
 KERNELS = 16  # rows of the table of kernels
@@ -28,6 +29,7 @@ NOTES = (
     "step from the same weights.",
 )
 MORE = f"B's tokens/s more ({CONFIDENCE:.0%})"
+LIGERS_MORE = "Liger's, beside A"
 CPU_NOTICE = "CPU reference, small shapes: not a GPU measurement"
 
 
@@ -211,11 +213,12 @@ def _first_calls(calls: Sequence[FirstCall], record: Record) -> Table:
 
 
 def _pairs(pairs: Sequence[Pair]) -> Table:
-    """A row for each pair, of all models."""
+    """A row for each pair of all models, those that lose first. Pairs without times come last."""
     header = ["model", "A", "B", "pairs", "ms a step, A / B", f"B - A, ms ({CONFIDENCE:.0%})"]
     header += ["tokens/s, A / B", MORE, "peak GiB, A / B", "gradient"]
     rows, notes = [], [*NOTES]
-    for pair in pairs:
+    timed = losses_first(pair for pair in pairs if pair.pairs_us)
+    for pair in [*timed, *(pair for pair in pairs if not pair.pairs_us)]:
         names, made = [pair.label, pair.base, pair.variant], len(pair.pairs_us)
         said = [f"{pair.status}: {pair.error}"] if pair.error else []
         if made and pair.gpus > 1:
@@ -238,32 +241,58 @@ def _pairs(pairs: Sequence[Pair]) -> Table:
     return Table("pairs of training steps", header, rows, notes)
 
 
+def losses_first(pairs: Iterable[Pair]) -> list[Pair]:
+    """The pair whose second variant loses most, or gains least, is the first."""
+    return sorted(pairs, key=lambda pair: pair.more_tokens.median)
+
+
 def gains(records: Iterable[Record]) -> str:
-    """What the second variant of each pair gains, in Markdown."""
+    """What the second variant of each pair gains, in Markdown, losses first.
+
+    What the variant "liger" gains beside the same A in the same steps is a column, if it was
+    measured anywhere. It has a row where no other variant was measured beside that A.
+    """
+    by_place: dict[tuple, list[Pair]] = {}
+    for record in records:
+        gpu = record.runs[0]["machine"].split()[1]
+        for pair in record.timed_pairs:
+            gpus = f"{pair.gpus} × {gpu}" if pair.gpus > 1 else gpu
+            by_place.setdefault((pair.label, gpus, pair.base), []).append(pair)
+    of_liger = {
+        place: with_interval(pair.more_tokens, 100, "%")
+        for place, pairs in by_place.items()
+        for pair in pairs
+        if pair.variant == LIGER
+    }
     rows = []
-    for gpu, pair in ((r.runs[0]["machine"].split()[1], p) for r in records for p in r.timed_pairs):
-        gpus = f"{pair.gpus} × {gpu}" if pair.gpus > 1 else gpu
-        ms = " → ".join(f"{us / 1e3:.1f}" for us in pair.medians_us)
-        more, peaks = with_interval(pair.more_tokens, 100, "%"), map(gib, pair.peak_bytes)
-        rows.append([pair.label, gpus, pair.base, pair.variant, ms, more, " → ".join(peaks)])
-    return columns(["model", "GPU", "A", "B", "ms a step", MORE, "peak GiB"], rows)
+    for place, pairs in by_place.items():
+        for pair in [pair for pair in pairs if pair.variant != LIGER] or pairs:
+            ms = " → ".join(f"{us / 1e3:.1f}" for us in pair.medians_us)
+            more = [with_interval(pair.more_tokens, 100, "%")]
+            if of_liger:
+                more.append(of_liger.get(place, "-"))
+            peaks = " → ".join(map(gib, pair.peak_bytes))
+            rows.append((pair.more_tokens.median, [*place, pair.variant, ms, *more, peaks]))
+    header = ["model", "GPU", "A", "B", "ms a step", MORE, *[LIGERS_MORE] * bool(of_liger)]
+    return columns([*header, "peak GiB"], [row for _, row in sorted(rows, key=itemgetter(0))])
 
 
 def steps(records: Iterable[Record]) -> str:
     """What the second variant gains in a step, in a sentence for each two variants. The slower
-    steps come first.
+    steps come first, and the sentence with the slowest step.
     """
-    by_variants = grouped((p for r in records for p in r.timed_pairs), "base", "variant")
+    pairs = losses_first(pair for record in records for pair in record.timed_pairs)
+    by_variants = grouped(pairs, "base", "variant")
     return "\n".join(_sentence(a, b, pairs) for (a, b), pairs in by_variants.items())
 
 
-def _sentence(base: str, variant: str, pairs: Sequence[Pair]) -> str:
-    ordered = sorted(pairs, key=lambda pair: pair.more_tokens.median)
+def _sentence(base: str, variant: str, ordered: Sequence[Pair]) -> str:
     slower = [pair for pair in ordered if round(pair.more_tokens.median, 4) < 0]
     faster = [pair.more_tokens.median * 100 for pair in ordered[len(slower) :]]
     unclear = sum(p.more_tokens.low is None or p.more_tokens.low <= 0 for p in ordered)
     losses = [f"{p.label} {with_interval(p.more_tokens, 100, '%')}" for p in slower]
-    parts = [": ".join([f"slower in {len(slower)} of {len(pairs)} steps", *losses])]
+    first = f"slower in {len(slower)} of {len(ordered)} steps"
+    parts = [f"{first}: {', '.join(losses)}" if losses else first]
     if faster:
         parts.append(f"{spread_of(faster, '+.2f')}% tokens/s in the other {len(faster)}")
     parts.append(f"the interval begins at or below 0 in {unclear}")

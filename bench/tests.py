@@ -26,6 +26,7 @@ from bench import command, provenance
 from bench.record import IDENTITY, Tests, append
 
 PROCESSES = 15
+BROKEN = (3, 4)  # pytest's exit codes of a run that an error of its own, or a wrong option, ended
 QUICK_AND_SLOW = "slow or not slow"  # pyproject's own options leave the slow cases out
 
 
@@ -69,9 +70,10 @@ def _run(cases: Path, run: dict, args, more: list[str], folder: Path) -> None:
     start = time.monotonic()
     limit = args.max_seconds if args.max_seconds < float("inf") else None
     try:
-        subprocess.run(
-            [sys.executable, "-m", "pytest", *options, *more], cwd=provenance.ROOT, timeout=limit
-        )
+        words = [sys.executable, "-m", "pytest", *options, *more]
+        code = subprocess.run(words, cwd=provenance.ROOT, timeout=limit).returncode
+        if code in BROKEN:
+            sys.exit(f"pytest exited with {code}: no summary is made")
     except subprocess.TimeoutExpired:
         print(f"out of time after {limit:.0f} s; the same command goes on", file=sys.stderr)
     with cases.open("a") as file:

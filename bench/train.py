@@ -7,9 +7,12 @@ second run compiles less, by the compilers' caches. A variant beside itself show
 
 Variants: eager is PyTorch. compile is torch.compile. modules and liger have the modules of tilenorm
 and of Liger in place of the norms. patch is tilenorm.patch, and patch-add also has it add the
-residual. patch-compile patches the model and gives it to torch.compile.
-tilenorm-compile is tilenorm.compile, and -low with memory="low". A compiler compiles one layer for
-all layers, as torchtitan does, or, with --whole, the model as one graph, which takes minutes.
+residual. patch-modulation and patch-rotation add it, and modulate, or rotate queries and keys, in
+the pass of the norms. patch-compile patches the model and gives it to torch.compile.
+tilenorm-compile is tilenorm.compile, -low with memory="low", and -rotation with rotation=True. A
+compiler compiles one layer for all layers, as torchtitan does, or, with --whole, the model as one
+graph, which takes minutes. Modulation is of DiT-XL/2 and Flux, and norms of queries and keys before
+a rotation are of Qwen3 and OLMo 2: in the other models, these variants replace no more than others.
 
 With --parallel fsdp=4,tp=2 eight processes train the model, one a GPU: FSDP2 over four, each with a
 batch of its own, and tensor parallelism with sequence parallelism over two. torchrun starts them:

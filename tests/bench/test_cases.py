@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from bench.cases import OPS, RELEASE, SUITE_DIRECTIONS, SUITES
+from bench.cases import LATENCY, OPS, RELEASE, ROTATION, SUITE_DIRECTIONS, SUITES
 from bench.op import DTYPES, Case
 from bench.quantized import SCALINGS, Quantized
-from bench.rotated import Rotated
+from bench.rotated import ROTATED, Rotated
 from tilenorm import table
 
 every_op = pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
@@ -76,3 +76,19 @@ def test_a_release_has_every_op_in_every_dtype_in_whole_tokens():
     assert len(set(cases)) == len(cases)
     assert all(case.m % (OPS[case.op].unit * case.groups) == 0 for case in cases)
     assert RELEASE not in SUITE_DIRECTIONS
+
+
+def test_decode_steps_have_the_same_numbers_of_tokens_for_every_op():
+    tokens: dict[tuple, set] = {}
+    for case in SUITES[LATENCY]:
+        count, rest = divmod(case.m, OPS[case.op].unit)
+        assert not rest and case.groups == 1
+        tokens.setdefault((case.op, case.n), set()).add(count)
+    assert len(tokens) == 3 * 4 + 2
+    assert all(counts == {1, 8, 32, 128, 512} for counts in tokens.values())
+
+
+def test_every_number_of_heads_is_rotated_in_every_size():
+    cases = SUITES[ROTATION]
+    assert {(c.op, c.n) for c in cases} == {(op.name, n) for op in ROTATED for n in (64, 128, 256)}
+    assert all(case.m // OPS[case.op].unit == 8192 for case in cases)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import documents, plot
+from bench import documents, plot, provenance
 from bench.__main__ import main
 from bench.providers import PROVIDERS
 from bench.record import Cell, Pair, Turns, load, to_json
@@ -40,6 +40,30 @@ def test_every_record_is_in_the_index():
     assert (
         set(re.findall(r"^\|.*\| \[([\w-]+)\]\(results/\1\.md\) \|", text, re.MULTILINE)) == records
     )
+
+
+def test_page_says_whether_a_release_is_of_other_kernels(folder, monkeypatch):
+    path = folder("<!-- measured: *.jsonl -->")
+    monkeypatch.setattr(provenance, "ROOT", path.parent)
+    kernel = path.parent / "tilenorm" / "kernels" / "a.py"
+    for file in kernel, kernel.with_name("README.md"), kernel.parents[1] / "ops.py":
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("1")
+    here = provenance.sources(*provenance.KERNELS)
+    runs = {"a": (2, "G 1", None), "b": (9, "G 1", here), "c": (1, "G 2", None)}
+    for name, (day, machine, kernels) in runs.items():
+        run = {**RUN, "machine": machine, "commit": name, "date": f"2026-01-0{day}"}
+        path.with_name(f"{name}.jsonl").write_text(to_json({**run, "kernels": kernels}))
+
+    def printed() -> list[str]:
+        return [line for line in documents.rewritten(path).splitlines() if line.startswith("- ")]
+
+    older = "- The 2's release is of older kernels: commit c, 2026-01-01."
+    kernel.with_name("README.md").write_text("2")
+    (kernel.parents[1] / "ops.py").write_text("2")
+    assert printed() == ["- The 1's release is of these kernels: commit b, 2026-01-09.", older]
+    kernel.write_text("2")
+    assert printed() == ["- The 1's release is of older kernels: commit b, 2026-01-09.", older]
 
 
 @pytest.fixture
@@ -117,11 +141,61 @@ def test_steps_are_told_with_those_that_are_slower_first(folder):
         )
         for label, times in pairs.items()
     ]
+    lines = [*of_pairs(("Fast", "eager", "ours", 9.0)), *lines]
     path.with_name("b.jsonl").write_text("\n".join(map(to_json, [RUN, *lines])))
+    sentences = re.findall("^- `ours` beside `(.*?)`", documents.rewritten(path), re.MULTILINE)
+    assert sentences == ["compile", "eager"]
     assert (
         "- `ours` beside `compile`: slower in 1 of 3 steps: Slow -50.00% (-50.00 to -50.00%);"
         " +5.51 to +25.00% tokens/s in the other 2; the interval begins at or below 0 in 2.\n"
     ) in documents.rewritten(path)
+
+
+def of_pairs(*pairs: tuple[str, str, str, float]) -> list[Pair]:
+    """Pairs of steps of a model, A and B. A takes 10 µs, and B the number."""
+    return [
+        Pair(model, a, b, 1, 6, pairs_us=[[10.0, us]] * 6, peak_bytes=[None, None])
+        for model, a, b, us in pairs
+    ]
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """The cells of the tables in a text."""
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
+
+
+def test_gains_have_losses_first_and_those_of_liger_beside_the_same_steps(folder):
+    path = folder("<!-- gains: b.jsonl -->")
+    ours = of_pairs(
+        ("M", "eager", "modules", 9.0), ("M", "compile", "ours", 12.5), ("L", "eager", "patch", 8.0)
+    )
+    path.with_name("b.jsonl").write_text("\n".join(map(to_json, [RUN, *ours])))
+    header, _, *rows = rows_of(documents.rewritten(path))
+    assert "Liger's, beside A" not in header
+    assert [row[3] for row in rows] == ["ours", "modules", "patch"]
+    liger = of_pairs(("M", "eager", "liger", 10.5), ("O", "eager", "liger", 20.0))
+    path.with_name("b.jsonl").write_text(
+        "\n".join(map(to_json, [RUN, *liger[:1], *ours, liger[1]]))
+    )
+    header, _, *rows = rows_of(documents.rewritten(path))
+    column = header.index("Liger's, beside A")
+    assert [(row[0], row[3], row[column].split(" ")[0]) for row in rows] == [
+        ("O", "liger", "-50.00%"),  # for no other variant was measured there
+        ("M", "ours", "-"),
+        ("M", "modules", "-4.76%"),
+        ("L", "patch", "-"),
+    ]
+
+
+def test_page_of_pairs_has_losses_first_and_what_has_no_times_last(folder):
+    path = folder("<!-- gains: b.jsonl -->").with_name("b.jsonl")
+    lines = of_pairs(("M", "eager", "modules", 9.0), ("M", "eager", "liger", 10.5))
+    lines.insert(0, Pair("M", "eager", "patch", 1, 6, status="failed", error="out of memory"))
+    path.write_text("\n".join(map(to_json, [RUN, *lines])))
+    text = documents.page(path)
+    assert [row[2] for row in rows_of(text)[2:]] == ["liger", "modules", "patch"]
+    assert "M, eager, patch: failed: out of memory" in text
 
 
 def test_plot_is_drawn_again_when_its_record_has_changed(folder):

@@ -74,6 +74,14 @@ def test_small_batches_are_shown_in_microseconds(capsys):
     assert "rms_norm inference, bfloat16: µs" in out and "GB/s" not in out
 
 
+def test_decode_steps_of_heads_are_checked_and_timed(capsys):
+    main(["--suite", "latency", "--hidden", "128"])
+    out = capsys.readouterr().out
+    for op in ("head_rms_norm", "rms_norm_rope 32/8"):
+        assert f"{op} inference, bfloat16: µs" in out
+    assert all(status not in out for status in ("wrong", "failed", "refused"))
+
+
 def test_size_outside_the_suite_is_refused_with_a_list_of_sizes():
     with pytest.raises(SystemExit, match=r"rms_norm \[1024, 4096, 16384\]; "):
         main(["--hidden", "1024", "77"])

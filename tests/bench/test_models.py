@@ -115,8 +115,8 @@ def test_layers_of_flux_compute_the_same_as_those_in_diffusers(kind):
     tables = angles.cos(), angles.sin()
     if kind == "Joint":
         other = flux.FluxTransformerBlock(32, 4, 8)
-        pairs = [(layer.text.modulation[1], other.norm1_context.linear)]
-        pairs += [(layer.image.modulation[1], other.norm1.linear)]
+        pairs = [(layer.text.attention_norm.modulation[1], other.norm1_context.linear)]
+        pairs += [(layer.image.attention_norm.modulation[1], other.norm1.linear)]
         for stream, ff in ((layer.text, other.ff_context), (layer.image, other.ff)):
             pairs += [(stream.ffn.up, ff.net[0].proj), (stream.ffn.output, ff.net[2])]
         names = "add_q_proj add_k_proj add_v_proj norm_added_q norm_added_k to_add_out"
@@ -125,7 +125,7 @@ def test_layers_of_flux_compute_the_same_as_those_in_diffusers(kind):
         pairs += attentions(layer.image.attention, other.attn, names)
     else:
         other = flux.FluxSingleTransformerBlock(32, 4, 8)
-        pairs = [(layer.modulation[1], other.norm.linear)]
+        pairs = [(layer.norm.modulation[1], other.norm.linear)]
         pairs += [(layer.up, other.proj_mlp), (layer.output, other.proj_out)]
         pairs += attentions(layer.attention, other.attn, "to_q to_k to_v norm_q norm_k")
     same_weights(layer, other, pairs)

@@ -5,8 +5,10 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from bench.cases import OPS
-from bench.op import EPS
+from bench.op import EPS, Case
 from bench.providers import LIGER, LIGER_CUTILE, PROVIDERS, Provider
+
+from .test_run import ran
 
 PEERS = ("quack", "liger_kernel", "tilegym", "triton", "matplotlib")
 
@@ -52,3 +54,27 @@ def test_liger_is_called_with_the_rounding_of_pytorch(monkeypatch, provider, pac
     assert load(OPS["rms_norm"])(1, 2)[2:] == (EPS, 0.0, "gemma", True, None)
     assert load(OPS["add_rms_norm"])(1, 2, 3)[3:] == (EPS, 0.0, "gemma", False)
     assert load(OPS["add_layer_norm"]) is None
+
+
+def test_flashinfer_writes_over_tensors_of_its_call_alone_and_serves_inference(monkeypatch):
+    """A stand-in computes in place, as flashinfer does."""
+
+    def fused_add_rmsnorm(x, residual, weight, eps):
+        y, total = OPS["add_rms_norm"].eager(x, residual, weight)
+        residual.copy_(total)
+        x.copy_(y)
+
+    def rmsnorm(x, weight, eps):
+        return OPS["rms_norm"].eager(x, weight)
+
+    norm = SimpleNamespace(rmsnorm=rmsnorm, fused_add_rmsnorm=fused_add_rmsnorm)
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(norm=norm))
+    load = PROVIDERS["flashinfer"].load
+    assert load(OPS["layer_norm"]) is None
+    for name in ("rms_norm", "add_rms_norm"):
+        case = Case(name, "bfloat16", 8, 64)
+        _, *cells = ran(case, ["flashinfer", "torch"], ("inference", "forward"))
+        found = {(cell.provider, cell.direction): cell for cell in cells}
+        assert found["flashinfer", "inference"].status == found["torch", "inference"].status == "ok"
+        assert found["torch", "forward"].status == "ok"
+        assert "has inference only" in found["flashinfer", "forward"].error

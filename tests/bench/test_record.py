@@ -7,6 +7,7 @@ import pytest
 
 from bench import documents, provenance, record
 from bench.__main__ import main
+from bench.cases import RESUMED
 from bench.record import Cell, Copy, Record, merge, read, to_json, what, writing
 
 RUN = {
@@ -64,6 +65,16 @@ def test_a_run_that_ended_early_goes_on_in_its_file(tmp_path, capsys, tiny):
     assert path.read_text().startswith(whole) and len(keys(path)) == 7
 
 
+@pytest.mark.parametrize("suite", RESUMED)
+def test_runs_of_large_suites_go_on_in_their_files(tmp_path, suite):
+    path, run = tmp_path / "a.jsonl", {**RUN, "suite": suite}
+    line = Cell(**SHAPE, **TIMED, provider="torch", median_us=1.0)
+    for earlier in ([], [line]):
+        with writing(str(path), run) as (found, emit):
+            assert found.cells == earlier
+            emit(line)
+
+
 @pytest.mark.parametrize("field", ["suite", "commit", "sources", "machine", "torch", "packages"])
 def test_a_file_of_another_run_is_refused_and_left_as_it_was(tmp_path, field):
     path = tmp_path / "release.jsonl"
@@ -79,10 +90,10 @@ def test_a_file_of_another_run_is_refused_and_left_as_it_was(tmp_path, field):
 def test_sources_are_a_digest_of_the_package(monkeypatch, tmp_path):
     (tmp_path / "tilenorm").mkdir()
     monkeypatch.setattr(provenance, "ROOT", tmp_path)
-    digests = {provenance._sources()}
+    digests = {provenance.sources(".")}
     for name, text in (("a.py", "x"), ("a.py", "y"), ("b.json", "y"), ("c.md", "y")):
         (tmp_path / "tilenorm" / name).write_text(text)
-        digests.add(provenance._sources())
+        digests.add(provenance.sources("."))
     assert len(digests) == 4
 
 

@@ -30,7 +30,9 @@ CASES = [f"tests/test_a.py::test_{i}" for i in range(6)]
 @pytest.fixture
 def machine(monkeypatch):
     """Its run line, what its cases do, how many it reaches, and the cases of each run."""
-    made = SimpleNamespace(run=dict(RUN), outcome=lambda name: "passed", reaches=99, given=[])
+    made = SimpleNamespace(
+        run=dict(RUN), outcome=lambda name: "passed", reaches=99, given=[], code=0
+    )
 
     def run(command: list[str], **how):
         after = dict(pairwise(command))
@@ -43,6 +45,7 @@ def machine(monkeypatch):
             lines.append({"test": name, "outcome": outcome, "seconds": 0.1, "why": why})
         with open(after["--outcomes"], "a") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
+        return SimpleNamespace(returncode=made.code)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(provenance, "describe_run", lambda *_: made.run)
@@ -82,6 +85,13 @@ def test_what_was_not_reached_fails(machine, tmp_path):
     assert record.load([out]).tests[0].not_reached == 0
 
 
+def test_a_run_that_pytest_could_not_start_has_no_line(machine, tmp_path):
+    machine.code = int(pytest.ExitCode.USAGE_ERROR)
+    with pytest.raises(SystemExit, match="pytest exited with 4"):
+        command(tmp_path / "tests.jsonl")
+    assert not (tmp_path / "tests.jsonl").exists()
+
+
 @pytest.mark.parametrize("field", ["commit", "sources", "driver", "torch"])
 def test_another_commit_or_version_begins_anew(field, machine, tmp_path):
     out = tmp_path / "tests.jsonl"
@@ -107,7 +117,12 @@ def test_each_commit_and_path_has_a_row_of_one_machine(machine, tmp_path):
 
 def test_words_for_pytest_and_a_machine_without_a_gpu(machine, monkeypatch):
     taken = []
-    monkeypatch.setattr(tests.subprocess, "run", lambda command, **_: taken.append(command))
+
+    def run(command, **_):
+        taken.append(command)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(tests.subprocess, "run", run)
     main(["tests", "--processes", "3", "--", "tests/kernels", "-x"])
     assert taken[0][-2:] == ["tests/kernels", "-x"] and "3" in taken[0]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

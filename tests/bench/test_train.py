@@ -26,6 +26,12 @@ COMPILED = [
     (("patch-compile", "tilenorm-compile"), True),
 ]
 
+MODULATED = {
+    "Modulated": "the modulation of norm",
+    "Stream": "the sum before ffn_norm and the modulation of ffn_norm",
+    "AdaptiveHead": "the modulation of norm",
+}
+
 
 class Clock(Timer):
     """A timer whose time passes when a step says so. ``waited`` has the marks that it awaited."""
@@ -95,6 +101,29 @@ def test_both_variants_train_the_same_weights(name):
     norms = sum(isinstance(module, (nn.RMSNorm, nn.LayerNorm)) for module in modules)
     assert found["reports"][0] == ""
     assert found["reports"][1].startswith(f"{norms} modules patched, 0 not patched")
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "replaced"),
+    [
+        ("Qwen3 8B", "patch-rotation", {"QwenAttention": "the rotation of q_norm and k_norm"}),
+        ("DiT-XL/2", "patch-modulation", MODULATED),
+        *slow(("OLMo 2 7B", "patch-rotation", {"OLMoAttention": "the rotation of q_norm"})),
+        *slow(("Flux", "patch-modulation", MODULATED)),
+    ],
+)
+def test_patch_computes_more_in_the_pass_of_the_norms(name, variant, replaced):
+    found = pair.measure(["eager", variant], settings_of(name), 1, FOREVER)
+    assert found["gradient_change"] < 0.1
+    for module, what in replaced.items():
+        assert f"  {module} runs {what}" in found["reports"][1]
+
+
+def test_compiled_rotations_are_one_op_with_their_norms(graphs):
+    model = model_of(tiny(MODELS["Qwen3 8B"]), device="cpu", dtype=torch.float32)
+    call, reports = pair.prepared(model, "tilenorm-compile-rotation", whole=False)
+    call(*model.drawn(0, "cpu", torch.float32))
+    assert pair.said(reports).count(": rms_norm_rope") == 2  # of q and k, in a layer
 
 
 @pytest.mark.parametrize(("names", "whole"), COMPILED)

@@ -4,13 +4,14 @@ from random import Random
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import tilenorm
 
 from . import model_rows
-from .graphs import by_make_fx, calls, kinds_of, module_of, step
+from .graphs import by_dynamo, by_make_fx, calls, kinds_of, module_of, step
 from .model_rows import arguments, built
-from .rotations import drawn
+from .rotations import drawn, rotate, split
 from .stepwise import counted
 from .test_fx_modulated import assert_no_less_accurate
 
@@ -42,6 +43,20 @@ def test_drawn_spellings_are_one_op(examples):
         exactly = step(function, [t.double() for t in tensors], 3)
         pairs = step(once.run, tensors, 3), step(function, tensors, 3)
         assert_no_less_accurate(*pairs, exactly, name)
+
+
+def test_norms_of_pytorch_in_16_bits_are_taken_where_the_op_may_round_once():
+    """TorchDynamo keeps F.rms_norm as one call, which rounds behind its weight."""
+    q, k = (torch.randn(2, 5, heads * 16, dtype=BF16) for heads in (4, 2))
+    weight, tables = torch.randn(16, dtype=BF16), torch.randn(2, 1, 1, 5, 16, dtype=BF16)
+
+    def function(q, k, weight, tables):
+        heads = [F.rms_norm(split(x), (16,), weight).transpose(1, 2) for x in (q, k)]
+        return tuple(rotate(x, *tables) for x in heads)
+
+    for once, kinds in ((True, TWO), (False, ["rms_norm"] * 2)):
+        replaced = by_dynamo(function, q, k, weight, tables, rotation=True, rounds_once=once)
+        assert kinds_of(replaced.report) == kinds
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 import tilenorm
 from tests.support.calls import (
     ADD,
+    CALLS,
     DTYPES,
     EACH_FORM,
     EPS,
@@ -25,6 +26,7 @@ from tests.support.calls import (
     assert_step,
     by_pytorch,
     call,
+    each,
     expected_of,
     name_of,
     op_call,
@@ -188,7 +190,7 @@ def test_in_float32_both_are_one(device, form):
     assert same(step(form, tensors, **EARLY), step(form, tensors, rounding="late"))
 
 
-@EACH_FORM
+@each(CALLS)
 @pytest.mark.parametrize("parameter", [None, F32], ids=["parameters alike", "parameters float32"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])

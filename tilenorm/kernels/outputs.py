@@ -114,18 +114,21 @@ def output_of(this, j, rows, parameters):
     parameters: w and b of the segment.
     """
     a, norm = this.a, this.norm
-    DTYPE = a.X.dtype if given(a.SKIP) or not given(a.Y) else a.Y.dtype
+    dtype = a.X.dtype if given(a.SKIP) or not given(a.Y) else a.Y.dtype
     w, b = parameters
     w = scale(w, norm.OFFSET) if given(a.W) else None
     b = b.astype(ct.float32) if given(a.B) else None
-    y = affine(this, rows.centered[j] * rows.rstd, w, b, a.X.dtype, DTYPE)
+    y = affine(this, rows.centered[j] * rows.rstd, w, b, a.X.dtype, dtype)
     if given(a.MOD_SCALE):
         y = modulated(y, rows.row.modulation[j])
     if given(a.GATE) and not norm.GATE_FIRST:
         y = y * activated(rows.row.gate[j].astype(ct.float32), norm)
     if given(a.SKIP):
-        return rows.row.skip[j].astype(ct.float32) + y.astype(DTYPE).astype(ct.float32)
-    return y.astype(DTYPE)
+        if dtype == ct.float32 and (given(a.GATE) or not given(a.B)):
+            # y is a product, which the compiler would fuse with the addition, and not round before.
+            y = y + this.order.zero
+        return rows.row.skip[j].astype(ct.float32) + y.astype(dtype).astype(ct.float32)
+    return y.astype(dtype)
 
 
 def outputs_of(this, tile, rows):

@@ -116,7 +116,7 @@ def checked(
     options = arguments.check(op, tensors, normalized_shape, eps, asked, backend)
     cast, dims = tensors, len(normalized_shape)
     if tensors[0].is_cuda and _autocast():
-        cast = library.autocast_tensors(op, tensors)
+        cast, options = library.autocast_arguments(op, tensors, options)
     eps_of_norms = eps_of(op, tensors, eps)
     bound_eps = eps_of_norms if op.calls else eps_of_norms[0]
     recorded = call_needs_grad(op, cast)

@@ -65,6 +65,7 @@ def extended(norm: Norm, allowed: Allowed) -> Norm:
     y = norm.outputs.get("output")
     if y is None:
         return norm
+    norm = replace(norm, rounds_once=allowed.rounds_once)  # which its rotation asks for
     reader = Reader(norm.x, norm.options.norm == "layer", norm.dims, allowed)
     weight, bias = (p if p is None else before_exact_casts(p) for p in (norm.weight, norm.bias))
     reader.terms[y] = Term(degree=1, power=-0.5, eps=norm.eps, weight=weight, bias=bias)

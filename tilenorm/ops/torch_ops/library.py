@@ -263,25 +263,34 @@ def backward(op: Op, ctx, *grads) -> tuple:
 
 
 def autocast(op: Op, *arguments) -> tuple[Tensor, ...]:
-    tensors, behind = arguments[: len(op.takes)], arguments[len(op.takes) :]
+    behind = len(op.takes) + 1 + len(op.options)
+    tensors, options = arguments[: len(op.takes)], arguments[len(op.takes) : behind]
+    tensors, options = autocast_arguments(op, tensors, options)
     with torch.autocast(tensors[0].device.type, enabled=False):
-        return getattr(torch.ops.tilenorm, op.name)(*autocast_tensors(op, tensors), *behind)
+        return getattr(torch.ops.tilenorm, op.name)(*tensors, *options, *arguments[behind:])
 
 
-def autocast_tensors(op: Op, tensors: tuple) -> tuple:
-    """The tensors with the input as PyTorch's own norm gets it under autocast: in float32, and then
-    so is the output. What is added to the normalised rows is promoted as by PyTorch's addition.
+def autocast_arguments(op: Op, tensors: tuple, options: tuple) -> tuple[tuple, tuple]:
+    """The tensors and the options with which the output is PyTorch's under autocast: the norm of
+    the input in float32, in float32. What is added to the normalised rows is promoted as by
+    PyTorch's addition.
 
-    The others stay as they are: a sum keeps the residual's dtype, and the kernels take parameters
-    of any dtype.
+    A sum keeps the residual's dtype. So a norm of a sum takes the input as it is, and only its
+    output is float32, unless x̂ is to be rounded to the input's dtype. The other tensors stay as
+    they are, because the kernels take parameters of any dtype.
     """
     if op.norm not in AUTOCAST_NORMS:
-        return tensors
+        return tensors, options
+    named = op.named_options(options)
+    if "residual" in op.roles and "out_dtype" in named and named["rounding"] != "early":
+        if named["out_dtype"] is None and tensors[0].dtype != torch.float64:
+            named["out_dtype"] = torch.float32
+        return tensors, (options[0], *named.values())
     cast = list(tensors)
     for place, (port, tensor) in enumerate(zip(op.takes, tensors, strict=True)):
         if port.cast and tensor is not None and tensor.dtype != torch.float64:
             cast[place] = tensor.float()
-    return tuple(cast)
+    return tuple(cast), options
 
 
 def define_op(op: Op) -> None:
