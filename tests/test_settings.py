@@ -1,4 +1,5 @@
-"""Machines whose user has no home folder: nothing is read or written there, and calls work."""
+"""Machines whose user has no home folder: nothing is read or written there, and calls work. What a
+variable asks for."""
 
 import os
 import pwd
@@ -63,3 +64,11 @@ def test_info_works(no_home):
 def test_a_folder_that_a_variable_names(no_home, monkeypatch, name, value, folder):
     monkeypatch.setenv(name, value)
     assert settings().tables == Path(folder)
+
+
+@pytest.mark.parametrize("value, asked", [("1", True), ("0", False), ("", False)])
+def test_one_result_is_asked_for(monkeypatch, value, asked):
+    monkeypatch.delenv("TILENORM_ONE_RESULT", raising=False)
+    assert not settings().one_result
+    monkeypatch.setenv("TILENORM_ONE_RESULT", value)
+    assert settings().one_result is asked

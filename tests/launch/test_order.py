@@ -17,6 +17,7 @@ from tests.support.quantized import HOWS
 from tilenorm.kernels.backward import norm_backward
 from tilenorm.launch import heuristics
 from tilenorm.launch.calls import Call, Needs, constants_of, every_gradient
+from tilenorm.launch.config import Served
 from tilenorm.launch.order import RowOrder, order_by_slices, prescribed, slices_of
 from tilenorm.launch.plan import ForwardPlan, plan_backward, plan_forward
 from tilenorm.launch.target import TARGETS, Target
@@ -111,8 +112,11 @@ def test_every_gradient_of_a_row_has_one_order(target):
         for seed in range(SEEDS):
             orders = set()
             for spec, needs in of_gradients(seed, target):
-                config = plan_backward(spec, target, needs).config
-                orders.add(order_by_slices(spec, config))
+                plan = plan_backward(spec, target, needs)
+                served = Served(spec.hidden, spec.widest_item, spec.aligned, target)
+                assert not plan.config.refusal(served), spec
+                assert plan.chunks <= plan.resident, spec
+                orders.add(order_by_slices(spec, plan.config))
             assert len(orders) == 1, spec
 
 

@@ -119,10 +119,12 @@ def _backward_by_rule(spec: NormSpec, target: Target, needs: Needs, rule: Rule) 
             rows = max(rows, rules.TILE // tile_width(sum(widths)))
     values = 2 + needs.sums + (1 + needs.terms + needs.dsum) * spec.widest_item // 2
     values += 2 if rule.chunk else 0
-    blocks = min(rules.BACKWARD_BLOCKS, REGISTERS // (values * rows * sum(widths)))
-    hints = Hints(max(1, blocks), rule.warps if rule.warps == 8 else None)
-    tma = target.has_tma and rule.warps == 8 and not rule.chunk
-    tight = rule.chunk > 0 or blocks == 0
+    values *= rows * sum(widths)
+    blocks = max(1, min(rules.BACKWARD_BLOCKS, REGISTERS // values))
+    kept = rules.BACKWARD_VALUES * 32 * rule.warps  # 0 for tiles of several rows
+    tight = rule.chunk > 0 or 0 < kept < values
+    tma = target.has_tma and (rule.warps == 8 or tight) and not rule.chunk
+    hints = Hints(blocks, rule.warps if tma or rule.warps == 8 else None)
     packed, reread = tight and _packs(spec), tight and bool(spec.weight)
     return Backward(widths, rows, tma=tma, hints=hints, packed=packed, reread=reread)
 

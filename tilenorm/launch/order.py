@@ -22,7 +22,7 @@ With it dx has the same bits with and without a residual, whichever gradients ar
 gate that multiplies by 1 changes no bit of y. Also with it these backward passes keep orders of
 their own, beside those of the rows above:
 
-- norms with a gate: one more matrix is read and one more written;
+- norms with a gate, which read one more matrix and write one more, and have their own tables;
 - rows that are modulated by group, which another kernel adds up (group_backward.py).
 """
 

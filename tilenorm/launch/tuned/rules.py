@@ -34,8 +34,12 @@ TMA_TILE, TMA_TILE_OF_MORE = 8192, 4096
 # chunks of 1024 (2026-11-26): at 262144 all blocks together have one row. With WIDE_CHUNK they have
 # two, spill at most 24 bytes, and reached 50% of a copy at 262144 and 65% at 65536.
 WIDE_CHUNK, CHUNK, MORE_CHUNK = (2048, 2), (1024, 3), (1024, 2)
-# Backward, a prescribed order: the most blocks on a multiprocessor. Untimed.
-BACKWARD_BLOCKS = 5
+# Backward, a prescribed order: the most blocks on a multiprocessor, and the most values of a thread
+# with which the weight stays in registers. Untimed. Compiled for sm_90 on 2026-11-28, kernels spill
+# at most 136 bytes up to 65536 elements. Beyond, three terms of dy in float32 spill up to 336: a
+# thread of 4 warps has 16 elements of each of up to five inputs, and chunks that are narrower would
+# be too many blocks.
+BACKWARD_BLOCKS, BACKWARD_VALUES = 5, 240
 # Backward in float16, blocks that share a row: the widest row with a gate that reads its weights
 # again, see _for_float16 in heuristics.py.
 GATED_FLOAT16 = 65536
