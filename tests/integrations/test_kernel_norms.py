@@ -110,8 +110,9 @@ def test_an_operator_for_cuda():
             return op(x, self.weight)
 
     module = Norm()
-    (entry,) = tilenorm.patch(module).patched
-    assert entry.how.startswith("rms_norm offset=0.0")
+    report = tilenorm.patch(module)
+    assert [entry.reason for entry in report.left] == []
+    assert report.patched[0].how.startswith("rms_norm offset=0.0")
     module.cuda()
     x = random(3, N, device="cuda")
     torch.testing.assert_close(module(x), normalized(x, module.weight))

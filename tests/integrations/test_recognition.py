@@ -3,6 +3,7 @@
 import copy
 import cProfile
 import gc
+import logging
 import re
 import sys
 import threading
@@ -162,6 +163,26 @@ def of_triton():
     names: dict = {"__name__": "triton.runtime.driver"}
     exec("def launch(): raise RuntimeError('0 active drivers ([]). There should be one.')", names)
     return custom(lambda self, x: names["launch"]())
+
+
+def logging_by(package: str):
+    """A norm whose forward calls a function of a package that logs."""
+    names: dict = {"__name__": f"{package}.first_call", "logging": logging}
+    exec("def log(): logging.getLogger('tests').debug('')", names)
+
+    def forward(self, x):
+        names["log"]()
+        return norms.Custom.forward(self, x)
+
+    return custom(forward)
+
+
+def test_only_what_pytorch_logs_is_no_effect_of_a_forward(caplog):
+    """PyTorch may log when it first uses a GPU."""
+    caplog.set_level(logging.DEBUG)
+    assert tilenorm.patch(logging_by("torch")).patched
+    (entry,) = tilenorm.patch(logging_by("mine")).left
+    assert entry.reason == "its forward logs"
 
 
 def emptied_by_deepspeed():

@@ -173,14 +173,22 @@ class _Operators(TorchDispatchMode):
 
 class _Watch:
     """A profile function that looks for effects of the functions that are not PyTorch's. effect:
-    what such a function does besides computing; "" for nothing.
+    what such a function does besides computing; "" for nothing. What PyTorch logs, when it first
+    uses a GPU for example, and the handlers of the log do, is no effect of the forward.
     """
 
     def __init__(self):
         self.effect, self._before = "", {}
+        self._log: FrameType | None = None  # PyTorch's call of logging that has not returned
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         function, caller = frame.f_code.co_name, frame.f_back
+        if event == "call" and _is_of(frame, "logging") and _is_of(caller, *QUIET):
+            self._log = self._log or frame
+        if self._log:
+            if event == "return" and frame is self._log:
+                self._log = None
+            return
         if event == "c_call":
             function, caller = getattr(argument, "__name__", ""), frame
         if event in ("call", "c_call") and function in EFFECTS and not _is_of(caller, *QUIET):
