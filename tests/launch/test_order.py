@@ -44,7 +44,8 @@ def forms(rng: Random, norm: str, hidden: int, dtype: str, gated: bool) -> Itera
         for _ in range(DRAWS):
             spec = drawing.spec(rng, op, rng.choice(drawing.DTYPES), hidden)
             spec = replace(spec, **{"residual" if spec.residual else "dtype": dtype})
-            if spec.unserved:
+            before = spec.gate_first and ITEM_BYTES[spec.gate] != spec.item_bytes
+            if spec.unserved or before:  # such a gate before the norm has orders of its own
                 continue
             yield spec
             if not (spec.skip or spec.branches or spec.modulated):
