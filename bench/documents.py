@@ -105,7 +105,7 @@ def page(path: Path) -> str:
 
 def _block(document: Path, match: re.Match) -> Block:
     """Raises ValueError for an unknown word, a missing record, a cell that two records show, or a
-    release's record beside one of another commit.
+    release's record beside one of other kernels.
     """
     kind, opening = match["kind"], match["opening"].strip()
     options, svg = [], ""

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 from bench.cases import RELEASE, RESUMED
 from bench.op import HOST
 
-# What has to be equal for a run to go on in the file of another.
-IDENTITY = ("machine", "commit", "sources", "tilenorm", "torch", "rms_norm", "cuda", "driver")
-IDENTITY = (*IDENTITY, "tileiras", "python", "packages")
+# What has to be equal for a run to go on in the file of another: of times of kernels also the suite
+# and the kernels, and of tests the commit and all source files.
+IDENTITY = ("machine", "tilenorm", "torch", "rms_norm", "cuda", "driver", "tileiras", "python")
+IDENTITY = (*IDENTITY, "packages")
 CONFIDENCE = 0.95
 
 
@@ -365,7 +366,7 @@ def writing(path: str | None, run: dict) -> Iterator[tuple[Record, Callable[[Lin
     ``path``, if a path is given.
 
     The record is empty, or, of a suite in RESUMED, what the file has, if it exists. Exits if that
-    is of another suite, commit, version or machine.
+    is of another suite, version or machine, or of other kernels.
     """
     record = Record()
     if path:
@@ -375,7 +376,7 @@ def writing(path: str | None, run: dict) -> Iterator[tuple[Record, Callable[[Lin
         Path(path).write_text(whole + end)
         record = load([path])
         for earlier in record.runs:
-            for name in ("suite", *IDENTITY):
+            for name in ("suite", "kernels", *IDENTITY):
                 if earlier.get(name) != run.get(name):
                     what = f"{name} {earlier.get(name)}, not {run.get(name)}: give another file"
                     raise SystemExit(f"{path} is of {what}")
@@ -402,7 +403,7 @@ def append(path: str, run: dict, line: Line) -> None:
 
 
 def merge(records: Sequence[Record]) -> Record:
-    """One record of several, all of one machine, and of one commit if one is a release's.
+    """One record of several, all of one machine, and of the same kernels if one is a release's.
 
     Where two records measured the same thing, the later record counts.
     """
@@ -411,12 +412,17 @@ def merge(records: Sequence[Record]) -> Record:
     if len(machines) > 1:
         raise ValueError(f"records of different machines cannot be merged: {machines}")
     released = [run for run in runs if run.get("suite") == RELEASE]
-    if released and len({(run["commit"], run.get("sources")) for run in runs}) > 1:
+    if released and len({kernels_of(run) for run in runs}) > 1:
         commits = ", ".join(dict.fromkeys(str(run["commit"]) for run in runs))
-        raise ValueError(f"a release's record is shown beside no other commit's, got {commits}")
+        raise ValueError(f"a release's record is shown beside no other kernels', got {commits}")
     return Record(
         runs, [*{what(line): line for record in records for line in record.lines}.values()]
     )
+
+
+def kernels_of(run: dict) -> tuple:
+    """What tells the kernels of a run from others. Runs of before 0.4 do not have their digest."""
+    return (run["kernels"],) if run.get("kernels") else (run["commit"], run.get("sources"))
 
 
 def by_shape(records: Iterable[Record]) -> dict[tuple, dict[str, Cell]]:

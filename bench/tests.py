@@ -58,7 +58,8 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 def _run(cases: Path, run: dict, args, more: list[str], folder: Path) -> None:
     """Run the cases that have no outcome."""
-    identity = {name: run.get(name) for name in IDENTITY} | {"native": args.native}
+    identity = {name: run.get(name) for name in ("commit", "sources", *IDENTITY)}
+    identity["native"] = args.native
     done = folder / "done"
     done.write_text("\n".join(_done(cases, identity)))
     if not cases.exists():

@@ -67,18 +67,19 @@ def test_a_run_that_ended_early_goes_on_in_its_file(tmp_path, capsys, tiny):
 
 @pytest.mark.parametrize("suite", RESUMED)
 def test_runs_of_large_suites_go_on_in_their_files(tmp_path, suite):
-    path, run = tmp_path / "a.jsonl", {**RUN, "suite": suite}
+    """Of another commit, too, if the kernels are the same."""
+    path, run = tmp_path / "a.jsonl", {**RUN, "suite": suite, "kernels": "1"}
     line = Cell(**SHAPE, **TIMED, provider="torch", median_us=1.0)
-    for earlier in ([], [line]):
-        with writing(str(path), run) as (found, emit):
+    for commit, earlier in (("a", []), ("b", [line])):
+        with writing(str(path), {**run, "commit": commit}) as (found, emit):
             assert found.cells == earlier
             emit(line)
 
 
-@pytest.mark.parametrize("field", ["suite", "commit", "sources", "machine", "torch", "packages"])
+@pytest.mark.parametrize("field", ["suite", "kernels", "machine", "torch", "packages"])
 def test_a_file_of_another_run_is_refused_and_left_as_it_was(tmp_path, field):
     path = tmp_path / "release.jsonl"
-    run = {**RUN, "suite": "release", "sources": "1"}
+    run = {**RUN, "suite": "release", "kernels": "1"}
     path.write_text(to_json(run | {field: "2"}) + "\n")
     before = path.read_text()
     other = writing(str(path), run)
@@ -105,7 +106,7 @@ def test_a_table_of_a_release_and_another_commit_or_machine_is_refused(tmp_path)
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(to_json, (run, copy, line))))
     path = tmp_path / "a.md"
     path.write_text("<!-- summary: a.jsonl b.jsonl -->\n<!-- end -->\n")
-    with pytest.raises(ValueError, match="beside no other commit's, got abc, def"):
+    with pytest.raises(ValueError, match="beside no other kernels', got abc, def"):
         documents.rewritten(path)
     of_release = record.load([tmp_path / "a.jsonl"])
     later = Record(of_release.runs, [replace(of_release.cells[0], median_us=2.0)])
