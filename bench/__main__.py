@@ -15,6 +15,7 @@ same ``--out``, these three go on where they ended.
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 from bench import (
@@ -31,6 +32,7 @@ from bench import (
     train,
 )
 from bench.cases import OPS, SUITE_DIRECTIONS, SUITES, select
+from bench.compiling import compile_all
 from bench.op import DIRECTIONS, HOST, INFERENCE
 from bench.run import GpuLost, run
 from bench.text import distinct, grouped
@@ -49,6 +51,8 @@ def _parser() -> argparse.ArgumentParser:
         choices=(*DIRECTIONS, INFERENCE, HOST),
         help="default: the directions of the suite, and host times",
     )
+    text = "compile in several processes what the caches lack, before anything is timed"
+    parser.add_argument("--compile-first", action="store_true", help=text)
     parser.add_argument(
         "--from",
         dest="sources",
@@ -82,8 +86,10 @@ def _measured(args: argparse.Namespace, argv: list[str]) -> record.Record:
         if made.device == "cpu":
             print(report.CPU_NOTICE, file=sys.stderr)
             cases = list(dict.fromkeys(OPS[case.op].shrunk(case, CPU_ELEMENTS) for case in cases))
+        ahead = args.compile_first and made.device != "cpu"
+        before = partial(compile_all, device=made.device, late=made.late) if ahead else None
         try:
-            run(cases, made, directions)
+            run(cases, made, directions, before)
         except GpuLost as error:
             print(f"the GPU no longer works, so the run ends here: {error}", file=sys.stderr)
         except KeyboardInterrupt:

@@ -22,11 +22,16 @@ from bench.text import first_line
 
 @dataclass(frozen=True)
 class Provider:
-    """``load(op)`` returns ``f(*inputs) -> output(s)``, or None if the provider lacks the op."""
+    """``load(op)`` returns ``f(*inputs) -> output(s)``, or None if the provider lacks the op.
+
+    compiles_ahead: a first call compiles, and times nothing, so that other processes may run beside
+    it. torch.compile times its candidates.
+    """
 
     name: str
     load: Callable[[Op], Callable | None]
     on_cpu: bool = False
+    compiles_ahead: bool = True
 
     def absent(self, op: Op, device: str) -> str | None:
         """Why this provider cannot be measured, or None if it can be."""
@@ -189,13 +194,13 @@ PROVIDERS = {
     provider.name: provider
     for provider in (
         Provider("tilenorm", _tilenorm, on_cpu=True),
-        Provider("torch", lambda op: op.eager, on_cpu=True),
-        Provider("compile", lambda op: compiled(op.eager)),
+        Provider("torch", lambda op: op.eager, on_cpu=True, compiles_ahead=False),
+        Provider("compile", lambda op: compiled(op.eager), compiles_ahead=False),
         Provider("quack", _quack),
         Provider("liger", _liger),
         Provider("liger-cutile", partial(_liger, package=LIGER_CUTILE)),
         Provider("tilegym", _tilegym),
-        Provider("tilenorm+cast", _tilenorm_and_cast),
+        Provider("tilenorm+cast", _tilenorm_and_cast, compiles_ahead=False),
         Provider("flashinfer", _flashinfer),
     )
 }

@@ -26,8 +26,14 @@ class GpuLost(RuntimeError):
     """The GPU no longer works in this process."""
 
 
-def run(cases: Sequence[Case], course: Run, directions: Sequence[str]) -> None:
-    """Measure the providers that are present for each op, and emit each result.
+def run(
+    cases: Sequence[Case],
+    course: Run,
+    directions: Sequence[str],
+    before: Callable[[dict[Case, list[Cell]]], None] | None = None,
+) -> None:
+    """Measure the providers that are present for each op, and emit each result. ``before`` is first
+    called with what is to be measured.
 
     The direction HOST is measured once for each op, and the other directions for each case. What
     the record has already is not measured again.
@@ -55,6 +61,8 @@ def run(cases: Sequence[Case], course: Run, directions: Sequence[str]) -> None:
     def step(text: str) -> None:
         told(f"[{next(count)}/{total}] {text}")
 
+    if before:
+        before(todo)
     stream = torch.cuda.Stream(device) if device != "cpu" else None
     with torch.cuda.stream(stream):
         for case, cells in todo.items():
