@@ -15,8 +15,8 @@ class Settings(NamedTuple):
     may be served by the extension in C++, which TILENORM_NATIVE=0 forbids. engines: whether
     TILENORM_ENGINES=1 asks for tilenorm's norms in inference engines. rounding: the value of
     TILENORM_ROUNDING ("late" or "early"), which is that of all norms there, or None. one_result:
-    whether TILENORM_ONE_RESULT=1 asks for one order of sums of a row in backward passes and in
-    norms with a gate, too (launch/order.py).
+    whether TILENORM_ONE_RESULT=1 asks for one order of sums of a row in backward passes, in norms
+    with a gate and in modulated norms, too (launch/order.py).
     """
 
     backend: str | None

@@ -27,19 +27,19 @@ from tilenorm.table import MODULATED_NORMS, NORMS
 from tilenorm.tools.dev import digests
 
 KINDS = ("rms", "layer")
-GATED = "gated_"  # has orders of its own without TILENORM_ONE_RESULT
+APART = ("gated_", "modulated_")  # have orders of their own without TILENORM_ONE_RESULT
 SEEDS = 40
 DRAWS = 6  # of each op, size and dtype
 each_target = pytest.mark.parametrize("target", [Target.of(n) for n in TARGETS], ids=list(TARGETS))
 
 
-def forms(rng: Random, norm: str, hidden: int, dtype: str, gated: bool) -> Iterator[NormSpec]:
-    """Specs of every op that normalises rows of a dtype: all their other fields are drawn. gated:
-    those with a gate alone.
+def forms(rng: Random, norm: str, hidden: int, dtype: str, apart: bool) -> Iterator[NormSpec]:
+    """Specs of every op that normalises rows of a dtype: all their other fields are drawn. apart:
+    those of APART alone, else all others.
     """
     ops = [op for op in (*NORMS, *MODULATED_NORMS) if f"{norm}_norm" in op]
     for op in ops:
-        if op.startswith(GATED) != gated:
+        if op.startswith(APART) != apart:
             continue
         for _ in range(DRAWS):
             spec = drawing.spec(rng, op, rng.choice(drawing.DTYPES), hidden)
@@ -50,20 +50,20 @@ def forms(rng: Random, norm: str, hidden: int, dtype: str, gated: bool) -> Itera
             yield spec
             if not (spec.skip or spec.branches or spec.modulated):
                 yield replace(spec, quantized=rng.choice(HOWS))
-    if gated:
+    if apart:
         return
     weight, bias = rng.choice((None, dtype)), dtype if norm == "layer" else None
     plain = NormSpec(norm, hidden, dtype, weight=weight, bias=bias)
     yield NormSpec.chained(replace(plain, skip=dtype), plain)
 
 
-def drawn(seed: int, target: Target, gated: bool = False) -> tuple[NormSpec, list[NormSpec]]:
+def drawn(seed: int, target: Target, apart: bool = False) -> tuple[NormSpec, list[NormSpec]]:
     """A plain norm, and norms of the same rows whose tensors all fill vectors."""
     rng = Random(f"{seed} {target.name}")
     norm, dtype = rng.choice(KINDS), rng.choice(drawing.DTYPES)
     hidden = 8 * drawing.size(rng, cases.MAX_HIDDEN // 8)
     plain = NormSpec(norm, hidden, dtype, weight=dtype)
-    return plain, [spec for spec in forms(rng, norm, hidden, dtype, gated) if spec.aligned]
+    return plain, [spec for spec in forms(rng, norm, hidden, dtype, apart) if spec.aligned]
 
 
 @each_target
@@ -77,11 +77,11 @@ def test_every_norm_of_a_row_has_one_order(target):
 
 
 @each_target
-def test_every_norm_with_a_gate_has_the_order_of_the_plain_norm(target):
+def test_every_gated_and_modulated_norm_has_the_order_of_the_plain_norm(target):
     """Where TILENORM_ONE_RESULT asks for it."""
     with one_result():
         for seed in range(SEEDS):
-            plain, specs = drawn(seed, target, gated=True)
+            plain, specs = drawn(seed, target, apart=True)
             expected = plan_forward(plain, target, False).order
             for spec, save in product(specs, (False, True)):
                 assert plan_forward(spec, target, save).order == expected, (spec, save)
@@ -138,12 +138,15 @@ def backward_call(spec: NormSpec, target: Target, needs: Needs) -> Call:
 
 @each_target
 def test_without_the_setting_nothing_else_is_chosen(target, monkeypatch):
-    """Backward passes and gates have the configurations of tables and rules that know no order."""
+    """Backward passes, gates and modulated norms have the configurations of tables and rules that
+    know no order.
+    """
     asked = []
     with one_result(False):
         for seed in range(SEEDS):
-            gated = drawn(seed, target, gated=True)[1][::5]
-            asked += [(spec, None) for spec in gated]
+            apart = drawn(seed, target, apart=True)[1][::5]
+            asked += [(spec, None) for spec in apart]
+            gated = [spec for spec in apart if spec.gate]
             for spec, needs in (*of_gradients(seed, target), *((s, Needs(True)) for s in gated)):
                 asked.append((spec, needs))
                 call = backward_call(spec, target, needs)

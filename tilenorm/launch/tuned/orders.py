@@ -5,8 +5,8 @@ block or 0 for tiles of several rows, columns of a slice or 0 for the tile's wid
 block that shares a row or 0). Tiles of several rows may have a fifth number: the elements of a row
 that a thread reads at once, where they are fewer than a vector. The orders were chosen so that the
 fewest configurations of the tables had to change. Every architecture has the same ones. FORWARD
-serves norms without a gate. Where TILENORM_ONE_RESULT is set it serves those with a gate, too, and
-BACKWARD serves.
+serves norms that have no gate and are not modulated. Where TILENORM_ONE_RESULT is set it serves
+these, too, and BACKWARD serves.
 """
 
 FORWARD = {
