@@ -165,24 +165,39 @@ def of_triton():
     return custom(lambda self, x: names["launch"]())
 
 
-def logging_by(package: str):
-    """A norm whose forward calls a function of a package that logs."""
-    names: dict = {"__name__": f"{package}.first_call", "logging": logging}
-    exec("def log(): logging.getLogger('tests').debug('')", names)
+LOG = "import logging\ndef first(): logging.getLogger('tests').debug('')"
+READ = "def first(): open(__file__).close()"
+IMPORT = "def first(): import tests.integrations.once"
+
+
+def calling(package: str, code: str):
+    """A norm whose forward first calls `first`, a function of the code in a module of a package."""
+    names: dict = {"__name__": f"{package}.first_call", "__file__": __file__}
+    exec(code, names)
 
     def forward(self, x):
-        names["log"]()
+        names["first"]()
         return norms.Custom.forward(self, x)
 
     return custom(forward)
 
 
-def test_only_what_pytorch_logs_is_no_effect_of_a_forward(caplog):
-    """PyTorch may log when it first uses a GPU."""
+@pytest.mark.parametrize(
+    "package, code, reason",
+    [
+        ("torch", LOG, None),
+        ("triton", READ, None),
+        ("mine", IMPORT, None),
+        ("mine", LOG, "its forward logs"),
+        ("mine", READ, "its forward calls open"),
+    ],
+)
+def test_what_a_first_call_does_once_is_no_effect(package, code, reason, caplog, monkeypatch):
+    """PyTorch may log when it first uses a GPU, and Triton compiles."""
     caplog.set_level(logging.DEBUG)
-    assert tilenorm.patch(logging_by("torch")).patched
-    (entry,) = tilenorm.patch(logging_by("mine")).left
-    assert entry.reason == "its forward logs"
+    monkeypatch.delitem(sys.modules, "tests.integrations.once", raising=False)
+    report = tilenorm.patch(calling(package, code))
+    assert [entry.reason for entry in report.left] == ([reason] if reason else [])
 
 
 def emptied_by_deepspeed():

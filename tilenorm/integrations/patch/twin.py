@@ -173,21 +173,21 @@ class _Operators(TorchDispatchMode):
 
 class _Watch:
     """A profile function that looks for effects of the functions that are not PyTorch's. effect:
-    what such a function does besides computing; "" for nothing. What PyTorch logs, when it first
-    uses a GPU for example, and the handlers of the log do, is no effect of the forward.
+    what such a function does besides computing; "" for nothing. What a first call does once is no
+    effect of the forward: imports, Triton's compilations, and what PyTorch logs.
     """
 
     def __init__(self):
         self.effect, self._before = "", {}
-        self._log: FrameType | None = None  # PyTorch's call of logging that has not returned
+        self._once: FrameType | None = None  # such a call that has not returned
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         function, caller = frame.f_code.co_name, frame.f_back
-        if event == "call" and _is_of(frame, "logging") and _is_of(caller, *QUIET):
-            self._log = self._log or frame
-        if self._log:
-            if event == "return" and frame is self._log:
-                self._log = None
+        if self._once is None and event == "call" and _is_done_once(frame):
+            self._once = frame
+        if self._once:
+            if event == "return" and frame is self._once:
+                self._once = None
             return
         if event == "c_call":
             function, caller = getattr(argument, "__name__", ""), frame
@@ -201,6 +201,12 @@ class _Watch:
                 self.effect = "logs"
         elif event == "return" and self._before.pop(frame, None) not in (None, _variables(frame)):
             self.effect = f"changes variables outside of {function}"
+
+
+def _is_done_once(frame: FrameType) -> bool:
+    """Whether a call does what a first call of a forward does."""
+    by_pytorch = _is_of(frame, "logging") and _is_of(frame.f_back, *QUIET)
+    return by_pytorch or _is_of(frame, "importlib", "triton")
 
 
 def _is_of(frame: FrameType, *packages: str) -> bool:
