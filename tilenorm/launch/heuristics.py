@@ -117,12 +117,12 @@ def _backward_by_rule(spec: NormSpec, target: Target, needs: Needs, rule: Rule) 
         rows = cdiv((rule.unit or unit_of(spec)) * Hints().threads, tile_width(width))
         if not rule.unit:
             rows = max(rows, rules.TILE // tile_width(sum(widths)))
-    values = 2 + needs.sums + (1 + needs.terms + needs.dsum) * spec.widest_item // 2
-    values += 2 if rule.chunk else 0
-    values *= rows * sum(widths)
+    of_element = 2 + needs.sums + (1 + needs.terms + needs.dsum) * spec.widest_item // 2
+    of_element += 2 if rule.chunk else 0
+    values = of_element * rows * sum(widths)  # of a block
     blocks = max(1, min(rules.BACKWARD_BLOCKS, REGISTERS // values))
-    kept = rules.BACKWARD_VALUES * 32 * rule.warps  # 0 for tiles of several rows
-    tight = rule.chunk > 0 or 0 < kept < values
+    room = rules.BACKWARD_VALUES * 32 * rule.warps  # 0 for tiles of several rows, which have it
+    tight = rule.chunk > 0 or 0 < room < values
     tma = target.has_tma and (rule.warps == 8 or tight) and not rule.chunk
     hints = Hints(blocks, rule.warps if tma or rule.warps == 8 else None)
     packed, reread = tight and _packs(spec), tight and bool(spec.weight)
