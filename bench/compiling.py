@@ -6,6 +6,7 @@ The run then finds the code in the compilers' caches on the disk.
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from multiprocessing import get_context
 from typing import NamedTuple
@@ -43,14 +44,13 @@ def tasks(cells: dict[Case, Sequence[Cell]]) -> list[Task]:
 
 
 def compile_all(cells: dict[Case, Sequence[Cell]], device: str, late: Callable[[], bool]) -> None:
-    """Do all tasks in PROCESSES, until it is late. A failure is met again, and told, by the run."""
+    """Do all tasks in PROCESSES, until it is late. The run meets failures again, and tells them."""
     asked = tasks(cells)
     told(f"compiling for {len(asked)} providers' cases in {PROCESSES} processes")
     with ProcessPoolExecutor(PROCESSES, get_context("spawn")) as pool:
         futures = [pool.submit(compile_one, task, device) for task in asked]
         for future in as_completed(futures):
-            future.result()
-            if late():
+            if late() or isinstance(future.exception(), BrokenProcessPool):
                 pool.shutdown(cancel_futures=True)
                 break
     told("compiled")
@@ -60,11 +60,12 @@ def compile_one(task: Task, device: str) -> None:
     """Call a provider once in each direction."""
     op = OPS[task.case.op]
     torch.set_num_threads(1)
-    inputs, grads = op.made(task.case, device), op.output_grads(task.case, device)
-    for direction in task.directions:
-        with suppress(Exception):  # a provider may raise anything
-            function = PROVIDERS[task.provider].load(op)
-            repeatable_call(function, inputs, grads, direction)()
-    if device != "cpu":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # for the other processes
+    with suppress(Exception):  # the GPU may have too little memory for so many processes
+        inputs, grads = op.made(task.case, device), op.output_grads(task.case, device)
+        for direction in task.directions:
+            with suppress(Exception):  # a provider may raise anything
+                function = PROVIDERS[task.provider].load(op)
+                repeatable_call(function, inputs, grads, direction)()
+        if device != "cpu":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # for the other processes

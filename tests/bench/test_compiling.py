@@ -1,5 +1,7 @@
 """``python -m bench --compile-first``, on the CPU, with stand-ins for the providers."""
 
+import os
+
 import pytest
 
 from bench import compiling
@@ -49,6 +51,17 @@ def test_each_direction_is_called_once_and_failures_are_for_the_run(monkeypatch)
         compiling.Task(CASES[0], "a", ("inference", "forward", "backward")), "cpu"
     )
     assert called == [2, 2, 2]
+
+
+def test_the_run_goes_on_where_a_process_dies(monkeypatch, capsys):
+    monkeypatch.setattr(compiling, "PROCESSES", 2)
+    monkeypatch.setattr(compiling, "compile_one", dies)
+    compiling.compile_all(cells("tilenorm"), "cpu", lambda: False)
+    assert "compiled" in capsys.readouterr().err
+
+
+def dies(task: compiling.Task, device: str) -> None:
+    os._exit(3)
 
 
 @pytest.mark.parametrize("late", [False, True])
