@@ -263,11 +263,11 @@ def backward(op: Op, ctx, *grads) -> tuple:
 
 
 def autocast(op: Op, *arguments) -> tuple[Tensor, ...]:
-    behind = len(op.takes) + 1 + len(op.options)
-    tensors, options = arguments[: len(op.takes)], arguments[len(op.takes) : behind]
-    tensors, options = autocast_arguments(op, tensors, options)
+    call = Called.of(op, arguments)
+    tensors, options = autocast_arguments(op, call.tensors, call.options)
+    in_order = op.in_order(tensors, options, call.eps, call.save, call.backend)
     with torch.autocast(tensors[0].device.type, enabled=False):
-        return getattr(torch.ops.tilenorm, op.name)(*tensors, *options, *arguments[behind:])
+        return getattr(torch.ops.tilenorm, op.name)(*in_order)
 
 
 def autocast_arguments(op: Op, tensors: tuple, options: tuple) -> tuple[tuple, tuple]:
