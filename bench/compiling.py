@@ -3,7 +3,6 @@
 The run then finds the code in the compilers' caches on the disk.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -19,8 +18,7 @@ from bench.op import Case
 from bench.providers import PROVIDERS
 from bench.record import Cell
 from bench.run import repeatable_call
-
-PROCESSES = min(15, max(1, (os.cpu_count() or 2) - 1))
+from bench.worker import PROCESSES
 
 
 class Task(NamedTuple):

@@ -11,7 +11,6 @@ not part of the installed package, so that this needs a checkout.
 """
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -22,10 +21,9 @@ from pathlib import Path
 
 import torch
 
-from bench import command, provenance
+from bench import command, provenance, worker
 from bench.record import IDENTITY, Tests, append
 
-PROCESSES = 15
 BROKEN = (3, 4)  # pytest's exit codes of a run that an error of its own, or a wrong option, ended
 QUICK_AND_SLOW = "slow or not slow"  # pyproject's own options leave the slow cases out
 
@@ -33,7 +31,8 @@ QUICK_AND_SLOW = "slow or not slow"  # pyproject's own options leave the slow ca
 def main(argv: list[str]) -> int:
     given, more = _split(argv)
     parser = command.parser("tests", __doc__)
-    text = f"that run tests beside each other; default: {PROCESSES}, or all cores but one"
+    most = worker.MOST_PROCESSES
+    text = f"that run tests beside each other; default: {most}, or all cores but one"
     parser.add_argument("--processes", type=int, help=text)
     parser.add_argument("--native", action="store_true", help="with the extension in C++")
     args = parser.parse_args(given)
@@ -64,7 +63,7 @@ def _run(cases: Path, run: dict, args, more: list[str], folder: Path) -> None:
     done.write_text("\n".join(_done(cases, identity)))
     if not cases.exists():
         cases.write_text(json.dumps({"run": identity}) + "\n")
-    processes = args.processes or min(PROCESSES, max(1, (os.cpu_count() or 2) - 1))
+    processes = args.processes or worker.PROCESSES
     options = ["-q", "-n", str(processes), "-m", QUICK_AND_SLOW, "--only-gpu"]
     options += ["--outcomes", str(cases.resolve()), "--leave-out", str(done)]
     options += ["--native"] * args.native

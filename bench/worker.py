@@ -16,6 +16,9 @@ from bench.text import first_line
 TIMEOUT_S = 1800.0
 # The last steps, the kernels' profile and the end of the process come after the deadline.
 GRACE_S = 60.0
+# Processes that work beside each other on one GPU. They leave a core to the process that waits.
+MOST_PROCESSES = 15
+PROCESSES = min(MOST_PROCESSES, max(1, (os.cpu_count() or 2) - 1))
 
 
 class WorkerError(Exception):
