@@ -160,34 +160,26 @@ def gradients(rows: Rows) -> Iterator[tuple[str, Tensor, Tensor]]:
     x, residual, total, dy = rows.x, rows.residual, rows.total, rows.x.flip(0)
     zero = torch.zeros_like(total)
 
-    def dx(function, *tensors, outputs=(dy,), of: int = 0, **options) -> Tensor:
-        """The gradient of a tensor, the first by default, where all gradients are asked for."""
-        leaves = [t.clone().requires_grad_() for t in tensors]
-        named = {name: t.clone().requires_grad_() for name, t in options.items()}
+    def dx(function, *tensors, outputs=(dy,), of: int = 0, alone=False, **options) -> Tensor:
+        """The gradient of a tensor, the first by default. alone: no other gradient is asked for."""
+        leaves = [t.detach().requires_grad_(not alone or i == of) for i, t in enumerate(tensors)]
+        named = {name: t.detach().requires_grad_() for name, t in options.items()}
         with torch.enable_grad():
             results = function(*leaves, **named)
         results = results if isinstance(results, tuple) else (results,)
-        asked = [*leaves, *named.values()]
-        return torch.autograd.grad(results[: len(outputs)], asked, outputs)[of]
-
-    def alone(function, *tensors, **options) -> Tensor:
-        """The gradient of the first tensor, where no other one is asked for."""
-        first = tensors[0].clone().requires_grad_()
-        named = {name: t.clone().requires_grad_() for name, t in options.items()}
-        with torch.enable_grad():
-            results = function(first, *tensors[1:], **named)
-        y = results[0] if isinstance(results, tuple) else results
-        return torch.autograd.grad(y, first, dy)[0]
+        asked = [leaves[of]] if alone else [*leaves, *named.values()]
+        grads = torch.autograd.grad(results[: len(outputs)], asked, outputs)
+        return grads[0 if alone else of]
 
     plain, weight = rows.plain, {"weight": rows.weight}
     bias = {"bias": torch.zeros_like(rows.weight) if rows.bias is None else rows.bias}
     expected = dx(plain, total, **weight)
     yield "frozen weight", dx(plain, total), expected
-    yield "dx alone", alone(plain, total, **weight, **bias), expected
+    yield "dx alone", dx(plain, total, alone=True, **weight, **bias), expected
     parts = [dx(plain, total[p], outputs=(dy[p],), **weight) for p in pieces(rows)]
     yield "in batches", torch.cat(parts), expected
     wide = torch.cat((total, total), -1)[:, : total.shape[-1]]
-    yield "strided", alone(plain, wide, **weight), expected
+    yield "strided", dx(plain, wide, alone=True, **weight), expected
     yield "with a bias", dx(plain, total, **weight, **bias), expected
     yield "bias alone", dx(plain, total, **bias), expected
     yield "float32 weight", dx(plain, total, weight=rows.weight.float()), expected
@@ -195,7 +187,7 @@ def gradients(rows: Rows) -> Iterator[tuple[str, Tensor, Tensor]]:
     add = partial(rows.call, "add_KIND")
     yield "add", dx(add, x, residual, **weight), expected
     yield "add, gradient of the residual", dx(add, x, residual, of=1, **weight), expected
-    yield "add, dx alone", alone(add, x, residual, **weight), expected
+    yield "add, dx alone", dx(add, x, residual, alone=True, **weight), expected
     both = {"outputs": (dy, zero)}
     yield "add, both gradients", dx(add, x, residual, **both, **weight), expected
     yield "add, both gradients, frozen weight", dx(add, x, residual, **both), expected
