@@ -33,6 +33,7 @@ FAMILY = (
     {"norm": "rms", "gate": "bfloat16"},
     {"norm": "layer", "heads": 6},
 )
+VARIES = {"FETCH", "PACKED", "ROWS", "WIDTHS", "TILE_HEADS", "THREADS", "BY_ROWS"}
 SPECS = [
     NormSpec(hidden=hidden, dtype=dtype, weight=dtype, bias=dtype, **next(turns))
     for turns in [cycle(FAMILY)]
@@ -47,28 +48,39 @@ def all_calls(spec, target, rows):
     return forward_calls(spec, target, rows, True) + backward_calls(spec, target, rows, needs)
 
 
-def test_small_batches_use_the_variant_without_prefetch():
-    """Small and large batches differ in FETCH, PACKED and the occupancy hint only."""
-    variants = 0
+@pytest.mark.parametrize("arch", ["sm_90", "sm_90_H100", "sm_100"])
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "add_rms_norm", "gated_layer_norm"])
+def test_small_batches_have_a_variant_with_the_same_order(arch, op):
+    """They differ in how a block works alone. Which batches are small: rules.SMALL_BATCH_TILES."""
+    target, variants, fewer_rows = Target.of(arch), 0, 0
     for hidden, dtype in product(cases.HIDDEN, ("bfloat16", "float32")):
-        spec = NormSpec("rms", hidden, dtype, dtype)
-        plan = plan_forward(spec, H200, True)
-        small, large = (forward_calls(spec, H200, rows, True)[-1] for rows in (1, 1_000_000))
+        roles = dict.fromkeys(("weight", *["bias"] * ("layer" in op)), dtype)
+        added = {"add": "residual", "gated": "gate"}.get(op.split("_")[0])
+        spec = NormSpec.of(op, hidden, dtype, **roles, **({added: dtype} if added else {}))
+        plan = plan_forward(spec, target, True)
+        small, large = (forward_calls(spec, target, rows, True)[-1] for rows in (1, 1_000_000))
         in_small, in_large = (constants_of(c.kernel, c.arguments) for c in (small, large))
         assert not plan.queues(1) and plan.queues(1_000_000)
         differ = {name for name in in_small if in_small[name] != in_large[name]}
-        if not plan.fetches:
+        variant = plan.for_small_batches
+        if variant is None:
             assert not differ and small.kernel is large.kernel
             continue
         variants += 1
-        assert differ <= {"FETCH", "PACKED"}
+        fewer_rows += variant.config.rows < plan.config.rows
+        assert differ <= VARIES
+        assert variant.for_small_batches is None and variant.order == plan.order
         assert (in_small["FETCH"], in_small["PACKED"]) == (False, False)
-        assert (in_large["FETCH"], in_large["PACKED"]) == (True, plan.config.packed)
-        assert in_small["THREADS"] and in_large["THREADS"]
-        assert small.kernel is hinted(row_forward, Hints(None, plan.config.hints.num_worker_warps))
-        fewest_queued = next(rows for rows in range(1, 1000) if plan.queues(rows))
-        assert (fewest_queued - 1) // H200.multiprocessors == (1 if hidden > 12288 else 2)
-    assert variants
+        assert in_large["PACKED"] == plan.config.packed and not in_large["BY_ROWS"]
+        assert in_small["BY_ROWS"] == (variant.config.rows > 1)
+        hints = variant.compiled.hints
+        assert in_small["THREADS"] == hints.threads <= in_large["THREADS"]
+        assert hints.occupancy in (None, 1)
+        assert small.kernel is hinted(row_forward, hints)
+        fewest_queued = next(rows for rows in range(1, 100_000) if plan.queues(rows))
+        tiles = (fewest_queued - 1) // plan.config.rows // target.multiprocessors
+        assert tiles == (1 if plan.config.rows * hidden > 12288 else 2)
+    assert variants and (fewer_rows or op.endswith("rms_norm"))
 
 
 @each_arch
@@ -199,9 +211,8 @@ def test_a_quantised_norm_has_the_segments_and_threads_of_the_plain_norm(arch):
         if isinstance(config, SharedForward):
             assert (found.hints.occupancy or 1) <= config.hints.occupancy
         assert found == replace(config, **free), spec
-        if plan.fetches:  # a small batch has fewer blocks than fit
-            warps = config.hints.num_worker_warps
-            assert replace(plan, small=True).hints == Hints(None, warps)
+        if small := plan.for_small_batches:  # a small batch has fewer blocks than fit
+            assert config.fetch and small.hints == Hints(None, config.hints.num_worker_warps)
     assert fused > 70
 
 

@@ -126,12 +126,16 @@ def test_nothing_grows_with_the_number_of_calls(served, forms, calls):
 
 @pytest.mark.any_torch
 def test_numbers_that_never_come_again_fill_caches_of_a_fixed_size(served):
-    """Row counts and eps are keys of caches. Their entries are as many after more calls."""
-    x, w = torch.ones(3 * MOST_CALLS, 8), random(8)
+    """Row counts and eps are keys of caches. Their entries are as many after more calls.
+
+    Rows that fill no vectors have no variant for small batches, whose entries the first calls alone
+    would fill.
+    """
+    x, w = torch.ones(3 * MOST_CALLS, 7), random(7)
 
     def calls(first: int) -> None:
         for number in range(first, first + MOST_CALLS + 9):
-            tilenorm.rms_norm(x[:number], (8,), w, 1e-9 * number)
+            tilenorm.rms_norm(x[:number], (7,), w, 1e-9 * number)
 
     calls(1)
     before = held()

@@ -99,6 +99,7 @@ class How:
     STORE: bool = False  # rows are written by tile stores, not by scatters
     FETCH: bool = False  # weight and bias are read with the row, not after its sums
     TOGETHER: int = 1  # without FETCH: of how many segments the weights are read at once
+    BY_ROWS: bool = False  # each row of a tile reads weight and bias, see outputs.columns_of
     # The threads of a block, where a pass prescribes the order of its sums; else 0.
     THREADS: int = 0
     # The weight is read again for every tile, and dx is written last. Both save registers.

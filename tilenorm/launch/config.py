@@ -135,8 +135,8 @@ class Config:
 class RowForward(Config):
     """row_forward: each block has one tile.
 
-    With fetch, small batches use a variant without packed, fetch and the hint of occupancy. Its
-    results have the same bits.
+    Small batches use a variant without packed, fetch and the hint of occupancy. Its tiles may have
+    fewer rows. Its results have the same bits. See ForwardPlan.for_small_batches.
     """
 
     rows: int = 1

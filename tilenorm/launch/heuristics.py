@@ -25,7 +25,15 @@ from .config import (
     cdiv,
     tile_width,
 )
-from .order import Rule, backward_rule, forward_rule, order_by_slices, prescribed, unit_of
+from .order import (
+    Rule,
+    backward_rule,
+    fewest_rows,
+    forward_rule,
+    order_by_slices,
+    prescribed,
+    unit_of,
+)
 from .target import REGISTERS, Target
 from .tuned import rules
 from .tuned.tables import TABLES
@@ -129,6 +137,23 @@ def _backward_by_rule(spec: NormSpec, target: Target, needs: Needs, rule: Rule) 
     return Backward(widths, rows, tma=tma, hints=hints, packed=packed, reread=reread)
 
 
+def of_small_batches(spec: NormSpec, config: RowForward) -> RowForward:
+    """The configuration for batches whose tiles all run at once, which adds up a row in the same
+    order.
+
+    How long one tile takes decides there, and not how many a multiprocessor holds. So the kernel
+    has what registers it needs, and a tile has few rows.
+    """
+    least = 1 if config.hints.occupancy == 1 else None
+    hints = replace(config.hints, occupancy=least)
+    config = fewest_rows(spec, replace(config, hints=hints, packed=False, fetch=False))
+    whole = replace(config, widths=(tile_width(spec.hidden),))
+    segments = config.segments(spec.hidden)
+    merges = spec.residual and config.rows == 1 and len(segments) >= rules.SMALL_BATCH_SEGMENTS
+    fits = tile_width(spec.hidden) == sum(segments) <= rules.SMALL_BATCH_WHOLE
+    return whole if merges and fits else config
+
+
 def with_room(spec: NormSpec, config: Config) -> Config:
     """A configuration for a spec whose input may be masked or scaled.
 
@@ -226,6 +251,8 @@ def _rotated(spec: NormSpec, needs: Needs | None) -> RopeForward | RopeBackward:
         elements = 1  # they do pass through shared memory, element by element
     if needs is not None or spec.by_token:
         elements = min(elements, rules.ROPE_ELEMENTS)
+    elif width <= rules.ROPE_NARROW:
+        elements = min(elements, rules.ROPE_FORWARD)
     if spec.by_token:
         hints = next(h for columns, h in rules.ROPE_TOKENS if token <= columns)
     # Masks of elements, pairs beside what passes through, and 32 bits take registers.

@@ -32,12 +32,13 @@ keep orders of their own, beside the rows above:
 - backward passes of rows modulated by group, which another kernel adds up (group_backward.py).
 """
 
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
 from ..settings import settings
 from ..spec import ITEM_BYTES, NormSpec
-from .config import Config, RowForward, cdiv, tile_width
+from .config import Config, Hints, RowForward, cdiv, tile_width
 from .target import Target
 from .tuned import orders
 
@@ -96,6 +97,22 @@ def order_by_slices(spec: NormSpec, config: Config) -> RowOrder:
     widths, threads = config.segments(spec.hidden), config.hints.threads
     slices = slices_of(widths, config.rows, threads, unit_of(spec))
     return RowOrder("slices", spec.hidden, _chunk_of(spec, config), slices)
+
+
+def fewest_rows(spec: NormSpec, config: Config) -> Config:
+    """The configuration of a forward pass with the fewest rows in a tile, and the fewest warps in a
+    block, that adds up a row in the same order.
+    """
+    order = forward_order(spec, config)
+    while config.rows > 1:
+        half, warps = replace(config, rows=config.rows // 2), config.hints.num_worker_warps or 4
+        fewer = Hints(config.hints.occupancy, warps // 2 if warps > 8 else None)
+        halves = (half, replace(half, hints=fewer))
+        kept = next((one for one in halves if forward_order(spec, one) == order), None)
+        if kept is None:
+            break
+        config = kept
+    return config
 
 
 def _chunk_of(spec: NormSpec, config: Config) -> int:

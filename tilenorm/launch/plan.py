@@ -95,8 +95,7 @@ def backward_spec(spec: NormSpec, needs: Needs) -> NormSpec:
 class ForwardPlan(Tiling):
     """The launches of a forward pass. If blocks share rows, the first launch empties the slots.
 
-    small: for a configuration with fetch, the variant for small batches, whose tiles all run at
-    once.
+    small: this is the variant for small batches of another plan.
     """
 
     config: RowForward | StreamForward | SharedForward
@@ -109,10 +108,8 @@ class ForwardPlan(Tiling):
     def compiled(self) -> RowForward | StreamForward | SharedForward:
         """The configuration that the kernel is compiled with."""
         config = self.config
-        if self.small:
-            hints = Hints(None, config.hints.num_worker_warps)
-            return replace(config, hints=hints, packed=False, fetch=False)
-        return compiled_as(self.spec, config, self.ordered) if self.spec.quantized else config
+        chosen_anew = self.spec.quantized and not self.small
+        return compiled_as(self.spec, config, self.ordered) if chosen_anew else config
 
     @property
     def hints(self) -> Hints:
@@ -131,13 +128,8 @@ class ForwardPlan(Tiling):
         config = self.compiled
         how = {name: getattr(config, name.lower()) for name in ("PACKED", "FETCH", "TMA", "STORE")}
         sharing = self._sharing if self.chunks > 1 else {}
-        threads = config.hints.threads if self.ordered else 0
-        return How(**how, TOGETHER=config.together, THREADS=threads, **sharing)
-
-    @property
-    def fetches(self) -> bool:
-        """Whether weights are read with the row. If so, small batches have a variant."""
-        return isinstance(self.config, RowForward) and self.config.fetch
+        how |= {"TOGETHER": config.together, "BY_ROWS": self.small and config.rows > 1}
+        return How(**how, THREADS=config.hints.threads if self.ordered else 0, **sharing)
 
     @cached_property
     def order(self) -> RowOrder:
@@ -150,8 +142,20 @@ class ForwardPlan(Tiling):
         return self.order.prescribes
 
     @cached_property
-    def _small_variant(self) -> "ForwardPlan":
-        return replace(self, small=True)
+    def for_small_batches(self) -> "ForwardPlan | None":
+        """The variant for batches whose tiles all run at once, or None where it would be this plan.
+
+        A quantised norm has one with fetch alone: its other hints were chosen for it.
+        """
+        config = self.config
+        if self.small or not isinstance(config, RowForward):
+            return None
+        if self.spec.quantized and not config.fetch:
+            return None
+        small = heuristics.of_small_batches(self.spec, config)
+        variant = replace(self, config=small, small=True)
+        same = small == self.compiled and variant._how == self._how
+        return variant if variant.order == self.order and self.ordered and not same else None
 
     def queues(self, rows: int) -> bool:
         """Whether there are more tiles than run side by side: the batch is not small."""
@@ -161,8 +165,8 @@ class ForwardPlan(Tiling):
 
     @remembered
     def launches(self, rows: int, eps: float) -> list[Launch]:
-        if self.fetches and not self.small and not self.queues(rows):
-            return self._small_variant.launches(rows, eps)
+        if self.for_small_batches and not self.queues(rows):
+            return self.for_small_batches.launches(rows, eps)
         kernel = hinted(FORWARD[type(self.config)], self.hints)
         after = (eps, rows, *map(constants, (self.norm, self.cut, self._how)))
         return [

@@ -50,7 +50,7 @@ class RopeForwardPlan(RopePlan):
     save: bool
 
     arrays: ClassVar[Any] = RopeForwardArrays
-    fetches: ClassVar[bool] = False  # as a ForwardPlan has them
+    for_small_batches: ClassVar[None] = None  # as a ForwardPlan has it
     casts_apart: ClassVar[None] = None
 
     @remembered

@@ -161,7 +161,8 @@ def _size_classes(spec: NormSpec, forward: ForwardPlan, backward: BackwardPlan) 
     for tokens in (*range(1, 34 * backward.config.rows), *range(65536, 65552)):
         rows = tokens * (spec.heads or 1)
         partials = (backward.partials(rows) or ())[:1]
-        add(forward.fetches and forward.queues(rows), (rows,), rows, tokens, *partials)
+        small = forward.for_small_batches and not forward.queues(rows)
+        add(bool(small), (rows,), rows, tokens, *partials)
     return list(classes.values())
 
 

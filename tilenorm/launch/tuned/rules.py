@@ -76,6 +76,12 @@ WHOLE_GROUPS, LEAST_ROWS = 8, 4
 # timed afterwards, and nothing beside it: see bench/results/h100-release.md.
 ROPE = ((RopeBackward, 16, 32, Hints(3, 4)), (RopeForward, 32, 64, Hints(None, 4)))
 ROPE_HEADS, ROPE_TILES, ROPE_ELEMENTS = 4, 8, 4
+# Heads that are rotated, forward: of tiles of at most so many columns a thread reads so many
+# elements of a row at once. On an H100 (2026-11-28), 8192 tokens of 32 and 8 heads in bfloat16,
+# heads of 64 took 36.7, 33.8 and 32.9 µs where a thread read 8, 4 and 2 elements, in 158, 80 and
+# 56 registers. Heads of 128 took 64.5 and 61.9 µs where it read 8 and 2. A row of wider tiles would
+# lie in several warps with 2.
+ROPE_NARROW, ROPE_FORWARD = 64, 2
 ROPE_TOKENS = ((2048, Hints(4, 4)), (4096, Hints(2, 8)), (8192, Hints(1, 8)))
 # Column sum: the most columns that have narrow tiles, and both widths of a tile. Narrow tiles of a
 # narrow sum fill the GPU. Timed on 2026-11-21: 1.5 to 2.5 µs from N = 256 to 16384.
@@ -88,6 +94,11 @@ GROUP_SUMS = (3, ColumnSum(4, 512)), (96, ColumnSum(16, 256))
 # Timed on 2026-11-22 for 1 to 128 rows, by the kernel of large batches and by that of small ones:
 # rows of 8192 took 2.07 and 1.81 µs, of 12288 2.38 and 2.11 µs, of 16384 2.60 and 2.33 µs.
 SMALL_BATCH_TILES, SMALL_BATCH_ELEMENTS = 2, 24576
+# In a small batch of a norm of a sum, a row of so many segments and at most so many elements is one
+# segment. On an H100 (2026-11-28, bench/results/h100-small-batches.md) add_rms_norm of 8192 took
+# 0.97, 0.94 and 0.95 of the time of four segments, for 1, 32 and 128 rows. That of 4096 took 1.01,
+# 1.00 and 1.00 of the time of two, and norms without a sum took longer.
+SMALL_BATCH_SEGMENTS, SMALL_BATCH_WHOLE = 4, 8192
 # How often a block asks for the sums of the other blocks of its row, which takes about 4 ms
 # (2026-11-21). Another kernel on the GPU may delay some blocks of a row by this.
 POLLS = 1 << 12

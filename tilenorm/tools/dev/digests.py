@@ -71,7 +71,7 @@ def cases(arch: str) -> list[Case]:
         for save in (False, True):
             plan = plan_forward(spec, target, save)
             if plan.save == save:
-                batches = (LARGE, SMALL) if plan.fetches else (LARGE,)
+                batches = (LARGE, SMALL) if plan.for_small_batches else (LARGE,)
                 selected += [Case(spec, target, rows * token_rows(spec), save) for rows in batches]
     for spec in _specs(arch, "backward"):
         if spec.quantized or spec.inner:
