@@ -15,7 +15,7 @@ from tests.support.executors import backward_calls, forward_calls
 from tests.support.pretended import pretended_gpu
 from tests.support.quantized import HOWS
 from tilenorm.launch.calls import bound, every_gradient
-from tilenorm.launch.plan import plan_backward
+from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.ops.passes import cutile
 from tilenorm.spec import NormSpec
@@ -65,7 +65,10 @@ def test_drawn_groups_compile_nothing_new(seed):
     plan = plan_backward(spec, target, every_gradient(spec))
     for most in (3, 40, 300, 3000, 30000) * 4:
         groups, tokens = rng.randint(1, most), rng.choice((1, 16, 256, rng.randint(1, 4500)))
-        assert keys(calls_of(plan, groups * tokens, groups)) <= ahead, (groups, tokens)
+        calls = calls_of(plan, groups * tokens, groups)
+        for save in (False, True):
+            calls += calls_of(plan_forward(spec, target, save), groups * tokens, groups)
+        assert keys(calls) <= ahead, (groups, tokens)
 
 
 @pytest.mark.parametrize("seed", [*range(9), *slow(*range(9, 15))])
@@ -76,7 +79,8 @@ def test_a_drawn_step_compiles_nothing_new(seed):
     every, heads = every_gradient(spec), spec.heads or 1
     terms, output = rng.choice((((1,), False), ((1, 2, 3), True)))
     ahead = keys(training_calls(spec, target, terms, output))
-    for rows in (1, 2, 15, 16, 17, 32, 127, 1000, 4096, 5000, 65536, rng.randint(1, 70000)):
+    drawn = rng.randint(1, 70000), rng.randint(1, 1 << 20)
+    for rows in (1, 2, 15, 16, 17, 32, 127, 1000, 4096, 5000, 65536, *drawn):
         rows, again = rows * heads, output and rng.choice((False, True))
         needs = every._replace(terms=rng.choice(terms), output=again and not spec.output_refused)
         if len(terms) > 1:

@@ -148,6 +148,9 @@ def _size_classes(spec: NormSpec, forward: ForwardPlan, backward: BackwardPlan) 
         kinds = tuple((n == 1, n % 16 == 0) for n in extents)
         classes.setdefault((key, kinds), sizes)
 
+    def small(rows: int) -> bool:
+        return forward.for_small_batches is not None and not forward.queues(rows)
+
     if isinstance(backward, GroupedPlan):
         whole = rules.WHOLE_GROUPS * backward.resident
         whole += -whole % 16
@@ -156,13 +159,16 @@ def _size_classes(spec: NormSpec, forward: ForwardPlan, backward: BackwardPlan) 
             sizes = groups * n, groups
             kernel = backward.sum_config(backward.blocks(*sizes), groups), backward.sums(groups)
             scratch = backward.partials(*sizes), backward.group_sums(*sizes)
-            add(kernel, sizes, *sizes, *[shape[0] for shape in scratch if shape])
+            extents = *sizes, *[shape[0] for shape in scratch if shape]
+            add((kernel, small(groups * n)), sizes, *extents)
         return list(classes.values())
-    for tokens in (*range(1, 34 * backward.config.rows), *range(65536, 65552)):
+    large = 65536
+    while not forward.queues(large):
+        large *= 2
+    for tokens in (*range(1, 34 * backward.config.rows), *range(large, large + 16)):
         rows = tokens * (spec.heads or 1)
         partials = (backward.partials(rows) or ())[:1]
-        small = forward.for_small_batches and not forward.queues(rows)
-        add(bool(small), (rows,), rows, tokens, *partials)
+        add(small(rows), (rows,), rows, tokens, *partials)
     return list(classes.values())
 
 
