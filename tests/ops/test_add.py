@@ -119,6 +119,23 @@ def test_the_gradient_of_the_layer_scale(device, name, served):
     torch.testing.assert_close(found["layer_scale"].double(), products.sum(0), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [B, H], ids=str)
+def test_the_sum_of_each_number_of_16_bits_with_drawn_ones(device, dtype, served):
+    """The kernels add in 16 bits, where PyTorch adds in float32 and rounds. The bits are equal, also
+    those of subnormal numbers and of infinities. Of a NaN they may differ.
+    """
+    numbers = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16, device=device).view(dtype)
+    for seed in range(4):
+        order = torch.randperm(1 << 16, generator=torch.Generator().manual_seed(seed))
+        x, residual = numbers.view(-1, 256), numbers[order.to(device)].view(-1, 256)
+        with by(served, device):
+            _, total = tilenorm.add_rms_norm(x, residual, (256,))
+        expected = x + residual
+        same = total.view(torch.int16) == expected.view(torch.int16)
+        assert (same | (total.isnan() & expected.isnan())).all()
+        assert expected.isnan().sum() < (1 << 15)
+
+
 def test_what_the_op_refuses(device):
     x = random(5, N, device=device)
     for message, given in (
