@@ -121,8 +121,8 @@ def test_the_gradient_of_the_layer_scale(device, name, served):
 
 @pytest.mark.parametrize("dtype", [B, H], ids=str)
 def test_the_sum_of_each_number_of_16_bits_with_drawn_ones(device, dtype, served):
-    """The kernels add in 16 bits, where PyTorch adds in float32 and rounds. The bits are equal, also
-    those of subnormal numbers and of infinities. Of a NaN they may differ.
+    """The kernels add in 16 bits. PyTorch adds in float32 and rounds. All bits are equal, also of
+    subnormal numbers and of infinities. Those of a NaN may differ.
     """
     numbers = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16, device=device).view(dtype)
     for seed in range(4):
