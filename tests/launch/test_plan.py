@@ -17,6 +17,7 @@ from tilenorm.launch.kernel import hinted
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.launch.tiling import CLEAR_SLOTS
+from tilenorm.launch.tuned import rules
 from tilenorm.launch.tuned.quantized import ONE_ROW, SHARED
 from tilenorm.launch.user_table import Key
 from tilenorm.ops.passes.registry import MAX_ROWS
@@ -190,18 +191,23 @@ def test_kernels_whose_order_depends_on_registers_always_write_rstd(monkeypatch)
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
 def test_a_quantised_norm_has_the_segments_and_threads_of_the_plain_norm(arch):
-    """So that q has its bits. Registers are spared for as many blocks as a multiprocessor holds."""
-    rng, target, fused = Random(arch), Target.of(arch), 0
-    for _ in range(200):
+    """So that q has its bits. Registers are spared for as many blocks as a multiprocessor holds. A
+    tile that would take too many has fewer rows, which are added up alike.
+    """
+    rng, target, fused, fewer_rows = Random(arch), Target.of(arch), 0, 0
+    for _ in range(300):
         op, dtype = rng.choice(NORMS[:4]), rng.choice(cases.DTYPES)
-        hidden = 128 * rng.randint(1, rng.choice((160, 2048)))
+        hidden = 128 * rng.randint(1, rng.choice((16, 160, 2048)))
         spec = NormSpec.of(op, hidden, dtype, weight=dtype, quantized=rng.choice(HOWS))
         plan, plain = (plan_forward(s, target, False) for s in (spec, spec.unquantized))
         if plan.spec.quantized is None:
             continue
         fused += 1
-        found, config = plan.compiled, plain.config
-        assert plan.config == config
+        found, config = plan.compiled, plan.config
+        if config != plain.config:
+            assert plan.order == plain.order and config.rows < plain.config.rows
+            assert config.rows * hidden <= rules.TILE * 2 < plain.config.rows * hidden
+            fewer_rows += 1
         assert found.hints.num_worker_warps == config.hints.num_worker_warps
         assert (found.hints.occupancy or 1) * found.hints.threads <= 2048
         free = {"hints": found.hints}
@@ -213,7 +219,7 @@ def test_a_quantised_norm_has_the_segments_and_threads_of_the_plain_norm(arch):
         assert found == replace(config, **free), spec
         if small := plan.for_small_batches:  # a small batch has fewer blocks than fit
             assert config.fetch and small.hints == Hints(None, config.hints.num_worker_warps)
-    assert fused > 70
+    assert fused > 70 and (fewer_rows or arch != "sm_90")
 
 
 @pytest.mark.parametrize("rows", [*ONE_ROW.values(), *SHARED.values()], ids=str)

@@ -23,7 +23,7 @@ from .calls import MAX_GRID, Launch, Needs, constants, parts, rectangles
 from .config import Backward, ColumnSum, Hints, RowForward, SharedForward, StreamForward, cdiv
 from .kernel import hinted
 from .order import RowOrder, backward_rule, forward_order
-from .quantized import cast_apart, compiled_as
+from .quantized import cast_apart, compiled_as, with_few_rows
 from .rope import RopeBackwardPlan, RopeForwardPlan
 from .target import Target
 from .tiling import Tiling, remembered
@@ -45,7 +45,10 @@ def plan_forward(spec: NormSpec, target: Target, save: bool) -> "ForwardPlan | R
     """
     if spec.rotation:
         return RopeForwardPlan(spec, target, heuristics.chosen(spec, target), save)
-    plan = ForwardPlan(spec, target, heuristics.chosen(spec, target), save)
+    config = heuristics.chosen(spec, target)
+    if spec.quantized:
+        config = with_few_rows(spec, config)
+    plan = ForwardPlan(spec, target, config, save)
     if plan.casts_apart:
         return plan_forward(spec.unquantized, target, save)
     return replace(plan, save=True) if plan.hints.occupancy and not plan.ordered else plan

@@ -5,14 +5,24 @@ from dataclasses import replace
 from ..kernels.constants import Quant
 from ..spec import FP8, NormSpec
 from .config import Config, RowForward, SharedForward
+from .order import fewest_rows
 from .target import REGISTERS, Target
 from .tuned.quantized import (
+    MOST_OF_ROWS,
     MOST_OUTPUT_UNPACKED,
     MOST_UNPACKED,
     ONE_ROW,
     SHARED,
     TILES_OUT_OF_ORDER,
 )
+
+
+def with_few_rows(spec: NormSpec, config: Config) -> Config:
+    """The plain norm's configuration, with fewer rows in a tile where its threads would have too
+    many elements: a row is added up in the same order, so that q has the same bits.
+    """
+    tile = config.rows > 1 and spec.aligned and _elements(spec, config) > MOST_OF_ROWS
+    return fewest_rows(spec.uncast, config) if tile else config
 
 
 def compiled_as(spec: NormSpec, config: Config, ordered: bool) -> Config:
