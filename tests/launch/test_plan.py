@@ -17,8 +17,7 @@ from tilenorm.launch.kernel import hinted
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.launch.tiling import CLEAR_SLOTS
-from tilenorm.launch.tuned import rules
-from tilenorm.launch.tuned.quantized import ONE_ROW, SHARED
+from tilenorm.launch.tuned.quantized import MOST_OF_ROWS, ONE_ROW, SHARED
 from tilenorm.launch.user_table import Key
 from tilenorm.ops.passes.registry import MAX_ROWS
 from tilenorm.spec import NormSpec
@@ -206,7 +205,9 @@ def test_a_quantised_norm_has_the_segments_and_threads_of_the_plain_norm(arch):
         found, config = plan.compiled, plan.config
         if config != plain.config:
             assert plan.order == plain.order and config.rows < plain.config.rows
-            assert config.rows * hidden <= rules.TILE * 2 < plain.config.rows * hidden
+            threads = [c.hints.threads * MOST_OF_ROWS for c in (config, plain.config)]
+            elements = [c.rows * sum(c.segments(hidden)) for c in (config, plain.config)]
+            assert elements[0] <= threads[0] and elements[1] > threads[1]
             fewer_rows += 1
         assert found.hints.num_worker_warps == config.hints.num_worker_warps
         assert (found.hints.occupancy or 1) * found.hints.threads <= 2048

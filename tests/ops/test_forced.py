@@ -1,6 +1,7 @@
 """tilenorm.launch.forced: one configuration serves the calls of a block, and no call after it."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
@@ -17,7 +18,7 @@ from tilenorm.launch.calls import every_gradient
 from tilenorm.launch.config import Backward, Hints, RopeForward, RowForward
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.ops.passes import cutile
-from tilenorm.spec import NormSpec
+from tilenorm.spec import NormSpec, Quantization
 from tilenorm.table import OPS, ROTATED_NORMS
 from tilenorm.tools.explain import explain_spec, planned_device
 
@@ -132,3 +133,17 @@ def test_what_is_no_configuration_is_refused():
     refused = pytest.raises(TypeError, match=r"argument .config. takes one of RowForward, .* int")
     with refused, forced(3):
         pass
+
+
+@pytest.mark.parametrize("quantized", [None, "row"])
+def test_small_batches_have_no_variant_of_a_forced_configuration(quantized):
+    config, shape = RowForward(64, Hints(2)), (1, 1 << 20)
+    spec = NormSpec("layer", 256, "bfloat16", "bfloat16", "bfloat16")
+    if quantized:
+        spec = replace(spec, quantized=Quantization(quantized))
+    tabled = plan_forward(spec, target("sm_90"), False)
+    with forced(config):
+        plan = plan_forward(spec, target("sm_90"), False)
+        assert plan.config == config != tabled.config
+        small, large = (plan.launches(rows, 1e-6)[-1] for rows in shape)
+        assert small.kernel is large.kernel

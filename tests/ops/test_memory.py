@@ -38,6 +38,7 @@ from tests.support.calls import (
     tensors_of,
 )
 from tests.support.pretended import WARM, pretended_gpu
+from tilenorm.launch.tiling import SIZES
 from tilenorm.ops.call import MOST_CALLS
 from tilenorm.ops.passes import cutile
 
@@ -126,18 +127,17 @@ def test_nothing_grows_with_the_number_of_calls(served, forms, calls):
 
 @pytest.mark.any_torch
 def test_numbers_that_never_come_again_fill_caches_of_a_fixed_size(served):
-    """Row counts and eps are keys of caches. Their entries are as many after more calls.
-
-    Rows that fill no vectors have no variant for small batches, whose entries the first calls alone
-    would fill.
+    """Row counts and eps are keys of caches. Their entries are as many after more calls. Small and
+    large batches have entries of their own.
     """
-    x, w = torch.ones(3 * MOST_CALLS, 7), random(7)
+    x, w = torch.ones(3 * MOST_CALLS, 8), random(8)
 
-    def calls(first: int) -> None:
-        for number in range(first, first + MOST_CALLS + 9):
-            tilenorm.rms_norm(x[:number], (7,), w, 1e-9 * number)
+    def calls(first: int, count: int = MOST_CALLS + 9) -> None:
+        for number in range(first, first + count):
+            tilenorm.rms_norm(x[:number], (8,), w, 1e-9 * number)
 
     calls(1)
+    calls(3 * MOST_CALLS - SIZES, SIZES)
     before = held()
     calls(MOST_CALLS + 10)
     blocks, objects, *_ = (b - a for a, b in zip(before, held(), strict=True))

@@ -34,6 +34,7 @@ from .order import (
     prescribed,
     unit_of,
 )
+from .quantized import with_few_rows
 from .target import REGISTERS, Target
 from .tuned import rules
 from .tuned.tables import TABLES
@@ -43,8 +44,9 @@ def chosen(spec: NormSpec, target: Target, needs: Needs | None = None) -> Config
     """The configuration of a forward pass, or, with `needs`, of a backward pass.
 
     A norm whose output is quantised, or has a dtype of its own, has the configuration, and so the
-    bits, of the plain one.
+    bits, of the plain one. A quantised norm may have fewer rows in a tile, with the same bits.
     """
+    quantized = spec.quantized if needs is None else None
     spec, op = spec.unquantized if needs else spec.uncast, ""
     if config := forcing.of_direction("forward" if needs is None else "backward"):
         return _forced(spec, target, config)
@@ -66,7 +68,8 @@ def chosen(spec: NormSpec, target: Target, needs: Needs | None = None) -> Config
     # A chain's or a modulated norm's own table has the op's name. Else a plain norm's table serves.
     if needs is None and spec.op not in op:
         config = _around(spec, target, config)
-    return with_room(spec, config)
+    config = with_room(spec, config)
+    return with_few_rows(spec, config) if quantized else config
 
 
 def _forced(spec: NormSpec, target: Target, config: Config) -> Config:

@@ -100,8 +100,8 @@ def order_by_slices(spec: NormSpec, config: Config) -> RowOrder:
 
 
 def fewest_rows(spec: NormSpec, config: Config) -> Config:
-    """The configuration of a forward pass with the fewest rows in a tile, and the fewest warps in a
-    block, that adds up a row in the same order.
+    """The configuration of a forward pass with the fewest rows in a tile that adds up a row in the
+    same order. A block has half of the warps where half of the rows need that.
     """
     order = forward_order(spec, config)
     while config.rows > 1:

@@ -23,7 +23,7 @@ from .calls import MAX_GRID, Launch, Needs, constants, parts, rectangles
 from .config import Backward, ColumnSum, Hints, RowForward, SharedForward, StreamForward, cdiv
 from .kernel import hinted
 from .order import RowOrder, backward_rule, forward_order
-from .quantized import cast_apart, compiled_as, with_few_rows
+from .quantized import cast_apart, compiled_as
 from .rope import RopeBackwardPlan, RopeForwardPlan
 from .target import Target
 from .tiling import Tiling, remembered
@@ -45,10 +45,7 @@ def plan_forward(spec: NormSpec, target: Target, save: bool) -> "ForwardPlan | R
     """
     if spec.rotation:
         return RopeForwardPlan(spec, target, heuristics.chosen(spec, target), save)
-    config = heuristics.chosen(spec, target)
-    if spec.quantized:
-        config = with_few_rows(spec, config)
-    plan = ForwardPlan(spec, target, config, save)
+    plan = ForwardPlan(spec, target, heuristics.chosen(spec, target), save)
     if plan.casts_apart:
         return plan_forward(spec.unquantized, target, save)
     return replace(plan, save=True) if plan.hints.occupancy and not plan.ordered else plan
@@ -148,10 +145,12 @@ class ForwardPlan(Tiling):
     def for_small_batches(self) -> "ForwardPlan | None":
         """The variant for batches whose tiles all run at once, or None where it would be this plan.
 
-        A quantised norm has one with fetch alone: its other hints were chosen for it.
+        A quantised norm has one with fetch alone: its other hints were chosen for it. A forced
+        configuration serves batches of every size.
         """
         config = self.config
-        if self.small or not isinstance(config, RowForward):
+        forced = config == forcing.of_direction(config.direction)
+        if self.small or forced or not isinstance(config, RowForward):
             return None
         if self.spec.quantized and not config.fetch:
             return None
@@ -166,9 +165,13 @@ class ForwardPlan(Tiling):
         at_once = max(1, min(rules.SMALL_BATCH_TILES, rules.SMALL_BATCH_ELEMENTS // elements))
         return self.tiles(rows) > at_once * self.target.multiprocessors
 
+    def is_small(self, rows: int) -> bool:
+        """Whether the variant for small batches serves so many rows."""
+        return self.for_small_batches is not None and not self.queues(rows)
+
     @remembered
     def launches(self, rows: int, eps: float) -> list[Launch]:
-        if self.for_small_batches and not self.queues(rows):
+        if self.is_small(rows):
             return self.for_small_batches.launches(rows, eps)
         kernel = hinted(FORWARD[type(self.config)], self.hints)
         after = (eps, rows, *map(constants, (self.norm, self.cut, self._how)))

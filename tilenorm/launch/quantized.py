@@ -18,11 +18,13 @@ from .tuned.quantized import (
 
 
 def with_few_rows(spec: NormSpec, config: Config) -> Config:
-    """The plain norm's configuration, with fewer rows in a tile where its threads would have too
-    many elements: a row is added up in the same order, so that q has the same bits.
+    """A plain norm's configuration, for a quantised norm: with fewer rows in a tile where a thread
+    would have too many elements. A row is added up in the same order, so that q has its bits.
+
+    spec: of the plain norm.
     """
     tile = config.rows > 1 and spec.aligned and _elements(spec, config) > MOST_OF_ROWS
-    return fewest_rows(spec.uncast, config) if tile else config
+    return fewest_rows(spec, config) if tile else config
 
 
 def compiled_as(spec: NormSpec, config: Config, ordered: bool) -> Config:

@@ -148,9 +148,6 @@ def _size_classes(spec: NormSpec, forward: ForwardPlan, backward: BackwardPlan) 
         kinds = tuple((n == 1, n % 16 == 0) for n in extents)
         classes.setdefault((key, kinds), sizes)
 
-    def small(rows: int) -> bool:
-        return forward.for_small_batches is not None and not forward.queues(rows)
-
     if isinstance(backward, GroupedPlan):
         whole = rules.WHOLE_GROUPS * backward.resident
         whole += -whole % 16
@@ -160,7 +157,7 @@ def _size_classes(spec: NormSpec, forward: ForwardPlan, backward: BackwardPlan) 
             kernel = backward.sum_config(backward.blocks(*sizes), groups), backward.sums(groups)
             scratch = backward.partials(*sizes), backward.group_sums(*sizes)
             extents = *sizes, *[shape[0] for shape in scratch if shape]
-            add((kernel, small(groups * n)), sizes, *extents)
+            add((kernel, forward.is_small(groups * n)), sizes, *extents)
         return list(classes.values())
     large = 65536
     while not forward.queues(large):
@@ -168,7 +165,7 @@ def _size_classes(spec: NormSpec, forward: ForwardPlan, backward: BackwardPlan) 
     for tokens in (*range(1, 34 * backward.config.rows), *range(large, large + 16)):
         rows = tokens * (spec.heads or 1)
         partials = (backward.partials(rows) or ())[:1]
-        add(small(rows), (rows,), rows, tokens, *partials)
+        add(forward.is_small(rows), (rows,), rows, tokens, *partials)
     return list(classes.values())
 
 

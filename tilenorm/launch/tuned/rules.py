@@ -95,9 +95,9 @@ GROUP_SUMS = (3, ColumnSum(4, 512)), (96, ColumnSum(16, 256))
 # rows of 8192 took 2.07 and 1.81 µs, of 12288 2.38 and 2.11 µs, of 16384 2.60 and 2.33 µs.
 SMALL_BATCH_TILES, SMALL_BATCH_ELEMENTS = 2, 24576
 # In a small batch of a norm of a sum, a row of so many segments and at most so many elements is one
-# segment. On an H100 (2026-11-28, bench/results/h100-small-batches.md) add_rms_norm of 8192 took
-# 0.97, 0.94 and 0.95 of the time of four segments, for 1, 32 and 128 rows. That of 4096 took 1.01,
-# 1.00 and 1.00 of the time of two, and norms without a sum took longer.
+# segment. On an H100 (2026-11-28, bench/results/h100-small-batches.md) add_rms_norm of 8192
+# in bfloat16 took 0.97, 0.94 and 0.95 of the time of four segments, for 1, 32 and 128 rows. That of
+# 4096 took 1.01, 1.00 and 1.00 of the time of two, and norms without a sum took longer.
 SMALL_BATCH_SEGMENTS, SMALL_BATCH_WHOLE = 4, 8192
 # How often a block asks for the sums of the other blocks of its row, which takes about 4 ms
 # (2026-11-21). Another kernel on the GPU may delay some blocks of a row by this.
