@@ -205,9 +205,8 @@ def test_a_quantised_norm_has_the_segments_and_threads_of_the_plain_norm(arch):
         found, config = plan.compiled, plan.config
         if config != plain.config:
             assert plan.order == plain.order and config.rows < plain.config.rows
-            threads = [c.hints.threads * MOST_OF_ROWS for c in (config, plain.config)]
-            elements = [c.rows * sum(c.segments(hidden)) for c in (config, plain.config)]
-            assert elements[0] <= threads[0] and elements[1] > threads[1]
+            few, many = (c.elements_of_thread(hidden) for c in (config, plain.config))
+            assert few <= MOST_OF_ROWS < many
             fewer_rows += 1
         assert found.hints.num_worker_warps == config.hints.num_worker_warps
         assert (found.hints.occupancy or 1) * found.hints.threads <= 2048

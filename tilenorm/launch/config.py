@@ -77,6 +77,10 @@ class Config:
     def segments(self, hidden: int) -> tuple[int, ...]:
         return self.widths or (tile_width(hidden),)
 
+    def elements_of_thread(self, hidden: int) -> float:
+        """Elements of a tile for each thread."""
+        return self.rows * sum(self.segments(hidden)) / self.hints.threads
+
     def refusal(self, served: Served) -> str | None:
         """The reason why this configuration cannot serve these rows, or None."""
         return next(self._reasons(served), None)

@@ -34,9 +34,9 @@ from .order import (
     prescribed,
     unit_of,
 )
-from .quantized import with_few_rows
 from .target import REGISTERS, Target
 from .tuned import rules
+from .tuned.quantized import MOST_OF_ROWS
 from .tuned.tables import TABLES
 
 
@@ -69,7 +69,7 @@ def chosen(spec: NormSpec, target: Target, needs: Needs | None = None) -> Config
     if needs is None and spec.op not in op:
         config = _around(spec, target, config)
     config = with_room(spec, config)
-    return with_few_rows(spec, config) if quantized else config
+    return _with_few_rows(spec, config) if quantized else config
 
 
 def _forced(spec: NormSpec, target: Target, config: Config) -> Config:
@@ -83,6 +83,16 @@ def _forced(spec: NormSpec, target: Target, config: Config) -> Config:
             f" serves rows of {spec.hidden} {spec.dtype}, got {config}: {reason}"
         )
     return config
+
+
+def _with_few_rows(spec: NormSpec, config: Config) -> Config:
+    """A plain norm's configuration, for a quantised norm: with fewer rows in a tile where a thread
+    would have too many elements. A row is added up in the same order, so that q has its bits.
+
+    spec: of the plain norm.
+    """
+    many = config.rows > 1 and config.elements_of_thread(spec.hidden) > MOST_OF_ROWS
+    return fewest_rows(spec, config) if many and spec.aligned else config
 
 
 def _around(spec: NormSpec, target: Target, config: Config) -> Config:

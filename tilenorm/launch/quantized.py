@@ -5,26 +5,14 @@ from dataclasses import replace
 from ..kernels.constants import Quant
 from ..spec import FP8, NormSpec
 from .config import Config, RowForward, SharedForward
-from .order import fewest_rows
 from .target import REGISTERS, Target
 from .tuned.quantized import (
-    MOST_OF_ROWS,
     MOST_OUTPUT_UNPACKED,
     MOST_UNPACKED,
     ONE_ROW,
     SHARED,
     TILES_OUT_OF_ORDER,
 )
-
-
-def with_few_rows(spec: NormSpec, config: Config) -> Config:
-    """A plain norm's configuration, for a quantised norm: with fewer rows in a tile where a thread
-    would have too many elements. A row is added up in the same order, so that q has its bits.
-
-    spec: of the plain norm.
-    """
-    tile = config.rows > 1 and spec.aligned and _elements(spec, config) > MOST_OF_ROWS
-    return fewest_rows(spec, config) if tile else config
 
 
 def compiled_as(spec: NormSpec, config: Config, ordered: bool) -> Config:
@@ -38,7 +26,7 @@ def compiled_as(spec: NormSpec, config: Config, ordered: bool) -> Config:
     """
     if config.rows == 1 and not ordered:
         return _with(config, None)
-    elements = _elements(spec, config)
+    elements = config.elements_of_thread(spec.hidden)
     if isinstance(config, SharedForward):
         fewer = _resident(config, SHARED[spec.norm], elements)
         return _with(config, min(fewer, config.hints.occupancy or 1))
@@ -69,6 +57,7 @@ def quant_of(spec: NormSpec, config: Config) -> Quant:
     # A plain norm that reads its weights with the row does not do so here (compiled_as), so that a
     # thread has registers for y.
     fetches = isinstance(config, RowForward) and config.fetch
+    many = config.elements_of_thread(spec.hidden) > MOST_OUTPUT_UNPACKED
     return Quant(
         MOST=FP8[how.dtype],
         GROUP=how.group,
@@ -77,13 +66,8 @@ def quant_of(spec: NormSpec, config: Config) -> Quant:
         POWER_OF_2=how.power_of_2,
         PADDED={"column": 1, "column_tma": 4}.get(how.layout, 0),
         SWIZZLED=how.layout == "swizzled",
-        PACKED=sixteen and not fetches and _elements(spec, config) > MOST_OUTPUT_UNPACKED,
+        PACKED=sixteen and not fetches and many,
     )
-
-
-def _elements(spec: NormSpec, config: Config) -> float:
-    """Elements of a tile for each thread."""
-    return config.rows * sum(config.segments(spec.hidden)) / config.hints.threads
 
 
 def _resident(config: Config, rows: tuple[tuple[int, int], ...], elements: float) -> int:
