@@ -6,13 +6,7 @@ from ..kernels.constants import Quant
 from ..spec import FP8, NormSpec
 from .config import Config, RowForward, SharedForward
 from .target import REGISTERS, Target
-from .tuned.quantized import (
-    MOST_OUTPUT_UNPACKED,
-    MOST_UNPACKED,
-    ONE_ROW,
-    SHARED,
-    TILES_OUT_OF_ORDER,
-)
+from .tuned.quantized import MOST_OUTPUT_UNPACKED, MOST_UNPACKED, ONE_ROW, SHARED
 
 
 def compiled_as(spec: NormSpec, config: Config, ordered: bool) -> Config:
@@ -88,7 +82,4 @@ def cast_apart(spec: NormSpec, target: Target, config: Config) -> str | None:
     group = spec.quantized.group
     if group and any(width % group for width in config.segments(spec.hidden)):
         return f"the configuration {config} cuts groups of {group} elements"
-    operation = spec.unquantized.op, spec.widest_item
-    if config.rows > 1 and spec.aligned and spec.hidden in TILES_OUT_OF_ORDER.get(operation, ()):
-        return "one kernel would add up these rows in another order than the plain norm's"
     return None

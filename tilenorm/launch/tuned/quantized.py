@@ -5,18 +5,6 @@ Compiled for sm_90 by tileiras 13.4.92, 2026-11-24 and 25. Timed on an NVIDIA H2
 bench/results/h200-quantized-hints.md.
 """
 
-# The keys are those of sm_90.json: (the plain norm's operation, bytes of an element). For so many N
-# the compiler adds up a tile of several rows in another order in the quantised norm's kernel than
-# in the plain norm's. An H100 gave other bits for add_rms_norm of 64, and the machine code for
-# sm_90 has two orders in rms_norm of 24 to 64, add_rms_norm of 40 to 64 and layer_norm of 96, 112,
-# 768 and 776: see bench/results/h100-tests.md. float32 was not looked for.
-TILES_OUT_OF_ORDER = {
-    ("rms_norm", 2): range(17, 65),
-    ("add_rms_norm", 2): range(17, 65),
-    ("layer_norm", 2): (*range(81, 128), *range(737, 801)),
-    ("rms_norm", 4): range(17, 65),
-    ("add_rms_norm", 4): range(17, 65),
-}
 # For tiles of one row without a residual: (most elements of a thread, registers of a thread), by
 # whether groups have a scale each. More blocks on a multiprocessor are faster until they spill.
 # Timed in bfloat16, rms_norm of 2048, 5120, 8192 and 16384, and on an H100 on 2026-11-26 layer_norm
