@@ -96,6 +96,12 @@ def test_sources_are_a_digest_of_the_package(monkeypatch, tmp_path):
         (tmp_path / "tilenorm" / name).write_text(text)
         digests.add(provenance.sources("."))
     assert len(digests) == 4
+    a = tmp_path / "tilenorm" / "a.py"
+    code = 'def f():\n    return f"{1}# 2", "#"\n'
+    for text in (code, "# 3\n\n" + code.replace("f():", "f():  # 4"), code.replace("2", "5")):
+        a.write_text(text)
+        digests.add(provenance.sources("."))
+    assert len(digests) == 6  # a comment changes none
 
 
 def test_a_table_of_a_release_and_another_commit_or_machine_is_refused(tmp_path):

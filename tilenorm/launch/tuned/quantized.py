@@ -18,8 +18,8 @@ ONE_ROW = {
 SHARED = {"rms": ((32, 72), (64, 96)), "layer": ((32, 96), (64, 128))}
 # In a tile of several rows: the most elements of a thread, where fewer rows keep the order. With 64
 # elements layer_norm_quantized of 1024 takes 176 registers and 33 KiB of shared memory, and took
-# 203 µs for 65536 rows on an H100 (bench/results/h100-release.md). With 32 elements it takes 108
-# registers and 9 KiB. That was not timed.
+# 203 µs for 65536 rows on an H100, 2026-11-28. With 32 elements it takes 108 registers, 9 KiB and
+# 84 µs (bench/results/h100-release.md).
 MOST_OF_ROWS = 32
 # A thread with more elements keeps rows of 16 bits packed while they are added up.
 MOST_UNPACKED = 40
