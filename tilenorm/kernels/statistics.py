@@ -204,7 +204,9 @@ def moments(this, tile, row, count, EXACT):
     centered = ()
     for x in ct.static_iter(xs):
         centered += (x - correction,)
-    variance = square - correction * correction
+    # The compiler fuses a product of this difference. Equal numbers are all as far from the rounded
+    # mean: what is left for them has either sign, and is more than eps where they are large.
+    variance = ct.maximum(square - correction * correction, 0.0, propagate_nan=True)
     return Moments(() if row.PACKED else centered, mean, correction, variance)
 
 
