@@ -22,11 +22,14 @@ def implements(stub):
 
 
 class Interpreter(DispatchMode):
-    """The dispatch mode of one launch, with the launch's grid, current block and fill value."""
+    """The dispatch mode of one launch, with the launch's grid, current block and fill value, and
+    which products are fused.
+    """
 
-    def __init__(self, grid: tuple[int, int, int], fill: float):
+    def __init__(self, grid: tuple[int, int, int], fill: float, fuse: str = ""):
         self.grid = grid
         self.fill = fill
+        self.fuse = fuse
         self.block, self.number, self.count = (0, 0, 0), 0, prod(grid)
 
     def call_tile_function_from_host(self, func, args, kwargs):

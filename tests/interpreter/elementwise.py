@@ -7,7 +7,7 @@ import torch
 from cuda.tile._ir.ops_utils import BINOP_REGISTRY
 
 from . import dtypes
-from .dispatch import implements
+from .dispatch import current, implements
 from .dtypes import is_constant, is_float
 from .errors import InterpreterError
 from .tile import Tile, loose_dtype, operand
@@ -73,12 +73,32 @@ def binary(fn: str, x, y, *, rounding_mode=None, propagate_nan=False):
     if is_constant(x) and is_constant(y):
         return BINOP_REGISTRY[fn].impl(x, y)
     dtype = dtypes.promote(loose_dtype(x), loose_dtype(y), fn == "truediv")
-    data = compute(fn, dtype, operand(x, dtype), operand(y, dtype), propagate_nan=propagate_nan)
+    operands = operand(x, dtype), operand(y, dtype)
+    if current().fuse and dtype == ct.float32:
+        if fn == "mul":
+            product = operands[0].double() * operands[1].double()
+            return Tile(compute(fn, dtype, *operands), dtype, product)
+        if fn in ("add", "sub") and (fused := _fused(fn, (x, y), operands)) is not None:
+            return Tile(fused, dtype)
+    data = compute(fn, dtype, *operands, propagate_nan=propagate_nan)
     return Tile(data, ct.bool_ if fn in COMPARISONS else dtype)
 
 
+def _fused(fn: str, terms: tuple, operands: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+    """A sum of which one term is a product that was not rounded; None if no term is a product."""
+    products = [getattr(term, "product", None) for term in terms]
+    which = [i for i, product in enumerate(products) if product is not None]
+    if not which:
+        return None
+    chosen = which[0 if current().fuse == "first" else -1]
+    wide = [operand.double() for operand in operands]
+    wide[chosen] = products[chosen]
+    return compute(fn, ct.float64, *wide).float()
+
+
 def unary(fn: str, x: Tile):
-    return Tile(compute(fn, x.dtype, x.data), x.dtype)
+    product = None if fn != "neg" or x.product is None else -x.product
+    return Tile(compute(fn, x.dtype, x.data), x.dtype, product)
 
 
 for _fn, (_stub, *_) in OPERATIONS.items():

@@ -19,7 +19,7 @@ from .tile import LoopIndex, Tile, as_int, loose_dtype, scalar
 MAX_GRID_DIMENSION = (1 << 24) - 1
 
 
-def launch(grid, kernel, args, *, fill=float("nan"), order=None) -> None:
+def launch(grid, kernel, args, *, fill=float("nan"), order=None, fuse="") -> None:
     """Run a kernel on CPU tensors, one block after another. It writes its outputs in place.
 
     Args:
@@ -29,6 +29,8 @@ def launch(grid, kernel, args, *, fill=float("nan"), order=None) -> None:
         fill: the value of undefined padding. Integer padding is the dtype's largest value if fill
             is positive, else its smallest value.
         order: None runs the blocks by index, "reverse" in reverse, and a seed in a shuffled order.
+        fuse: "first" or "second" rounds no product that is added to something: of two products that
+            are added, the first or the second. By default every product is rounded.
 
     Raises:
         InterpreterError: the result on a GPU would be undefined (see errors.py).
@@ -37,7 +39,7 @@ def launch(grid, kernel, args, *, fill=float("nan"), order=None) -> None:
         ValueError: the grid cannot be launched.
     """
     grid = _check_grid(grid)
-    mode = Interpreter(grid, fill)
+    mode = Interpreter(grid, fill, fuse)
     bound = arguments.bind(kernel, tuple(args), mode)
     with mode.as_current(), _tile_builtins(kernel._pyfunc):
         for index, block in _blocks(grid, order):

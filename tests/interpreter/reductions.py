@@ -11,17 +11,21 @@ import cuda.tile as ct
 
 from .dispatch import implements
 from .elementwise import binary
+from .shapes import reshape
 from .tile import Tile
 
 
 def _fold(parts: list[Tile], axis: int, function) -> list[Tile]:
     """Reduce an axis to size 1 by combining its halves."""
     while (n := parts[0].shape[axis]) > 1:
-        low = [Tile(p.data.narrow(axis, 0, n // 2), p.dtype) for p in parts]
-        high = [Tile(p.data.narrow(axis, n // 2, n // 2), p.dtype) for p in parts]
+        low, high = ([_half(p, axis, start) for p in parts] for start in (0, n // 2))
         made = function(*low, *high)
         parts = list(made) if isinstance(made, tuple) else [made]
     return parts
+
+
+def _half(x: Tile, axis: int, start: int) -> Tile:
+    return x.reshaped(lambda data: data.narrow(axis, start, data.shape[axis] // 2))
 
 
 def _reduce(x, axis, function, keepdims: bool):
@@ -33,7 +37,7 @@ def _reduce(x, axis, function, keepdims: bool):
     for a in sorted(axes):
         parts = _fold(parts, a, function)
     kept = [n for i, n in enumerate(parts[0].shape) if keepdims or i not in axes]
-    parts = [Tile(p.data.reshape(kept), p.dtype) for p in parts]
+    parts = [reshape(p, kept) for p in parts]
     return tuple(parts) if isinstance(x, tuple) else parts[0]
 
 

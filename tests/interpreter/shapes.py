@@ -40,6 +40,8 @@ def _astype(x, dtype, *, rounding_mode=None):
     dtype = to_dtype(dtype)
     if rounding_mode is not None:
         raise NotImplementedError(f"the interpreter does not implement {rounding_mode}")
+    if dtype == x.dtype:
+        return x.reshaped(lambda data: data)  # a product stays one
     return Tile(dtypes.cast(x.data, x.dtype, dtype), dtype)
 
 
@@ -51,7 +53,7 @@ def _bitcast(x, dtype):
 
 @implements(ct.reshape)
 def reshape(x, shape):
-    return Tile(x.data.reshape(shape), x.dtype)
+    return x.reshaped(lambda data: data.reshape(shape))
 
 
 @implements(ct.Tile.item)
@@ -78,8 +80,8 @@ def _subtile(x: Tile, index, shape: tuple[int, ...]) -> tuple[slice, ...]:
 @implements(ct.extract)
 def _extract(x, index, shape):
     shape = shape if isinstance(shape, tuple) else (shape,)
-    data = x.data[_subtile(x, index, shape or (1,) * x.ndim)]
-    return Tile(data.reshape(shape), x.dtype)
+    window = _subtile(x, index, shape or (1,) * x.ndim)
+    return x.reshaped(lambda data: data[window].reshape(shape))
 
 
 @implements(ct.bid)

@@ -37,6 +37,30 @@ def test_each_operation_rounds():
     assert torch.equal(found, x * x + x)
 
 
+@ct.kernel
+def add_products(X, Z, Y):
+    x, z = ct.load(X, 0, (4,)), ct.load(Z, 0, (4,))
+    ct.store(Y, 0, -(x * x).reshape((2, 2)).reshape((4,)) + z * z)
+
+
+@ct.kernel
+def sum_of_squares(X, Y):
+    x = ct.load(X, 0, (4,))
+    ct.store(Y, 0, ct.sum(x * x))
+
+
+@pytest.mark.parametrize("fuse", ["", "first", "second"])
+def test_products_are_fused_if_asked(fuse):
+    x, z = torch.tensor([0.1, 0.3, 0.7, 1.9]), torch.tensor([1.1, 2.3, 3.7, 4.9])
+    run(add_products, x, z, found := torch.zeros(4), fuse=fuse)
+    first, second = (t if fuse != name else t.double() for t, name in ((x, "first"), (z, "second")))
+    assert torch.equal(found, (second * second - first * first).float())
+    run(sum_of_squares, x, total := torch.zeros(1), fuse=fuse)
+    kept = [t if fuse != name else t.double() for t, name in ((x[:2], "first"), (x[2:], "second"))]
+    halves = (kept[0] * kept[0] + kept[1] * kept[1]).float()
+    assert total == halves.sum()
+
+
 def test_a_scatter_before_the_start_is_dropped():
     y = torch.zeros(8)
     run(ones_from_minus_one, y[1:5])

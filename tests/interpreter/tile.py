@@ -1,5 +1,6 @@
 """Tile: a torch tensor with a cuTile dtype; and conversions of what ct.* takes."""
 
+from collections.abc import Callable
 from functools import cache
 
 import cuda.tile as ct
@@ -10,13 +11,22 @@ from . import dtypes
 
 
 class Tile(ct.Tile):
-    """A value in a kernel. It inherits its operators from ct.Tile; they call the ct.* stubs."""
+    """A value in a kernel. It inherits its operators from ct.Tile; they call the ct.* stubs.
 
-    __slots__ = ("data", "dtype")
+    product: of a product that may be fused with an addition, its value in float64; else None.
+    """
 
-    def __init__(self, data: torch.Tensor, dtype: ct.DType):
+    __slots__ = ("data", "dtype", "product")
+
+    def __init__(self, data: torch.Tensor, dtype: ct.DType, product: torch.Tensor | None = None):
         self.data = data
         self.dtype = dtype
+        self.product = product
+
+    def reshaped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Tile":
+        """What the function makes of the elements, without changing any."""
+        product = None if self.product is None else function(self.product)
+        return Tile(function(self.data), self.dtype, product)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -28,7 +38,7 @@ class Tile(ct.Tile):
 
     def __getitem__(self, index) -> "Tile":
         """With new axes. Nothing else is an index in a kernel."""
-        return Tile(self.data[index], self.dtype)
+        return self.reshaped(lambda data: data[index])
 
     def __abs__(self):
         return ct.abs(self)

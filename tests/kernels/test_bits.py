@@ -1,17 +1,23 @@
 """A row's bits depend on nothing beside the row: not on undefined padding, the order of blocks,
-partial sums that come late, or constants that save registers or move reads.
+partial sums that come late, which products the compiler fuses, or constants that save registers or
+move reads.
 
 tests/ops/test_same_bits.py has other layouts, batches and places, and rows of NaN. PACKED
 converts 16-bit inputs twice. REREAD reads weights for each row. FETCH reads weights with the row.
 TOGETHER reads the weights of several segments at once.
 """
 
+from dataclasses import replace
+
 import pytest
 
-from tests.support import cases
+from tests.support import cases, draw
 from tests.support.calls import slow
+from tests.support.cases import GRADIENTS
 from tests.support.executors import Inputs, Interpreter
+from tests.support.one_result import one_result
 from tests.support.results import assert_same_bits, check_undefined, each_spec, every_result
+from tilenorm.launch.order import prescribed
 from tilenorm.launch.plan import plan_forward
 from tilenorm.spec import NormSpec
 
@@ -25,6 +31,7 @@ SPECS = (
     NormSpec("rms", 16392, "bfloat16", residual="bfloat16"),
 )
 ROWS = 5
+OF_ROWS = "dx", "dresidual"  # the gradients that are no sums over rows
 
 
 @each_spec(argvalues=SPECS)
@@ -59,6 +66,44 @@ def test_blocks_that_do_not_wait_have_the_same_bits(executor, spec):
         inputs = Inputs.random(spec, rows, executor.device)
         expected = every_result(executor, spec, inputs)
         assert_same_bits(every_result(executor, spec, inputs, exchange=False), expected)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_bits_do_not_depend_on_which_products_are_fused(asked):
+    """Of two products that are added, the compiler fuses one, and not the same one in each kernel.
+    So y of norms of one order depends on no such sum, nor does dx with TILENORM_ONE_RESULT.
+
+    Norms with a gate have orders of their own.
+    """
+    compared = 0
+    with one_result(asked):
+        for case in draw.drawn(90, 11, draw.Limits(2100, 6, 1 << 12)):
+            spec, executor = case.spec, EXECUTORS[case.seed % 2]
+            if spec.gate or not prescribed(spec, executor.target, backward=asked):
+                continue
+            inputs = Inputs.random(spec, case.rows, executor.device, case.seed)
+            found, other = (
+                {
+                    n: t
+                    for n, t in every_result(executor, spec, inputs, fuse=fuse).items()
+                    if n not in GRADIENTS or (asked and n in OF_ROWS)
+                }
+                for fuse in ("first", "second")
+            )
+            assert_same_bits(found, other)
+            compared += 1
+    assert compared > 30
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("hidden", [100, 4104, 16392])
+def test_a_float32_product_is_rounded_before_a_skip_is_added(norm, hidden):
+    """rms_norm_add(x, r) has the bits of r + rms_norm(x), where products are fused too."""
+    spec, executor = NormSpec(norm, hidden, "float32", "float32", skip="float32"), EXECUTORS[1]
+    inputs = Inputs.random(spec, 3, executor.device)
+    plain = executor.forward(replace(spec, skip=None), inputs, fuse="first")
+    found = executor.forward(spec, inputs, fuse="first")
+    assert_same_bits({"y": found["y"]}, {"y": inputs.skip + plain["y"]})
 
 
 B, F, F16 = "bfloat16", "float32", "float16"

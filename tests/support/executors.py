@@ -165,20 +165,28 @@ class Interpreter(Executor):
         self.target = cases.target(arch)
 
     def run(
-        self, exchange: bool = True, fill: float = float("nan"), order=None, **constants
+        self,
+        exchange: bool = True,
+        fill: float = float("nan"),
+        order=None,
+        fuse: str = "",
+        **constants,
     ) -> Callable:
-        """See Executor.run. fill: the value of undefined padding. order: see interpreter.launch.
+        """See Executor.run. fill: the value of undefined padding. order, fuse: see
+        interpreter.launch.
 
         Blocks run one after another, so polling would find nothing. To exchange partial
         sums, a kernel whose blocks share rows runs twice: the first run publishes all of them, and
         the second run finds them. A kernel that then exchanges maxima runs once more.
         """
 
+        how = {"fill": fill, "order": order, "fuse": fuse}
+
         def run(launches, arrays, index) -> None:
             calls = bound(launches, arrays)
             for call in with_arguments(calls, **({"POLLS": 0} | constants)):
                 kernel, grid, arguments, _ = call
-                interpreter.launch(grid, kernel, arguments, fill=fill, order=order)
+                interpreter.launch(grid, kernel, arguments, **how)
                 if exchange and kernel is CLEAR_SLOTS:
                     arguments_of(call)["SLOTS"].zero_()
                 elif exchange and arguments_of(call).get("CHUNKS", 1) > 1:
@@ -186,7 +194,7 @@ class Interpreter(Executor):
                     for _ in range(2 if arguments_of(call).get("QUANT") else 1):
                         if amax != ():
                             amax.zero_()  # the sums were not known yet
-                        interpreter.launch(grid, kernel, arguments, fill=fill, order=order)
+                        interpreter.launch(grid, kernel, arguments, **how)
 
         return run
 
