@@ -45,10 +45,10 @@ def test_a_mean_far_larger_than_the_deviation_forward(executor, hidden, dtype, m
     check(spec, inputs, executor.forward(spec, inputs))
 
 
-@pytest.mark.parametrize("hidden", [49, 1000, 40000])
+@pytest.mark.parametrize("hidden", [49, 1000])
 def test_equal_numbers_have_a_variance_of_zero(executor, hidden):
     """With products that are fused, as on a GPU, the variance of such rows would be between -3e-6
-    and -2e-2, and y NaN, if nothing kept it from being negative.
+    and -8e-5, and y NaN, if nothing kept it from being negative.
     """
     spec = NormSpec("layer", hidden, "float32")
     inputs = Inputs.random(spec, 12, executor.device, seed=hidden)
