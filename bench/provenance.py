@@ -121,7 +121,7 @@ def _without_comments(text: str) -> str:
     """The code of a Python file. What was measured stands in comments, and shall not make a record
     look as if it were of other kernels. The result is the same in every version of Python.
     """
-    lines = text.splitlines()
+    lines = text.split("\n")
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             row, column = token.start

@@ -74,14 +74,14 @@ def binary(fn: str, x, y, *, rounding_mode=None, propagate_nan=False):
         return BINOP_REGISTRY[fn].impl(x, y)
     dtype = dtypes.promote(loose_dtype(x), loose_dtype(y), fn == "truediv")
     operands = operand(x, dtype), operand(y, dtype)
-    if current().fuse and dtype == ct.float32:
-        if fn == "mul":
-            product = operands[0].double() * operands[1].double()
-            return Tile(compute(fn, dtype, *operands), dtype, product)
-        if fn in ("add", "sub") and (fused := _fused(fn, (x, y), operands)) is not None:
+    product = None
+    if dtype == ct.float32 and fn in ("add", "sub"):
+        if (fused := _fused(fn, (x, y), operands)) is not None:
             return Tile(fused, dtype)
+    elif dtype == ct.float32 and fn == "mul" and current().fuse:
+        product = operands[0].double() * operands[1].double()
     data = compute(fn, dtype, *operands, propagate_nan=propagate_nan)
-    return Tile(data, ct.bool_ if fn in COMPARISONS else dtype)
+    return Tile(data, ct.bool_ if fn in COMPARISONS else dtype, product)
 
 
 def _fused(fn: str, terms: tuple, operands: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
