@@ -89,6 +89,7 @@ def layer_norm(
     an estimate from a sample. The kernels compute it from x − mean(x): a mean far larger than the
     standard deviation costs no accuracy. On a CPU the reference calls PyTorch's own operator, whose
     error is about 1e-4 where the mean is 1000 times the standard deviation.
+    With eps = 0, a row of equal numbers is 0 / 0: rounding decides whether it is NaN or a number.
 
     Args, returns, raises: as rms_norm, but eps takes no None, and too few dimensions raise
     RuntimeError, as in PyTorch.
