@@ -91,18 +91,17 @@ class Trial(NamedTuple):
         number = len(self.inputs) + len(parameters_of(self.twin))
         return random(self.output.shape, self.output.dtype, seed=number) + self.output.detach()
 
-    def _gradients(self, function: Callable[..., Tensor], *dys: Tensor) -> Iterator[dict]:
+    def _gradients(self, function: Callable[..., Tensor], *dys: Tensor) -> list[dict]:
         """The gradients by name for each dy; None where the output does not depend on it."""
         leaves = [t.detach().requires_grad_() for t in self.inputs]
         names = dict(zip(("the input", "the gate"), leaves, strict=False))
         names |= parameters_of(self.twin)
         y = function(*leaves)
-        for n, dy in enumerate(dys, 1):
-            grads = [None] * len(names)
-            if y.requires_grad:
-                options = {"retain_graph": n < len(dys), "allow_unused": True}
-                grads = torch.autograd.grad(y, list(names.values()), dy.to(y.dtype), **options)
-            yield dict(zip(names, grads, strict=True))
+        if not y.requires_grad:
+            return [dict.fromkeys(names) for _ in dys]
+        grad = partial(torch.autograd.grad, y, [*names.values()], allow_unused=True)
+        grads = [grad(dy.to(y.dtype), retain_graph=dy is not dys[-1]) for dy in dys]
+        return [dict(zip(names, of_dy, strict=True)) for of_dy in grads]
 
 
 def trials_of(module: nn.Module, numbers: list[int]) -> tuple[Rows, list[Trial]]:
