@@ -65,7 +65,8 @@ def _run(cases: Path, run: dict, args, more: list[str], folder: Path) -> None:
         cases.write_text(json.dumps({"run": identity}) + "\n")
     processes = args.processes or worker.PROCESSES
     options = ["-q", "-n", str(processes), "-m", QUICK_AND_SLOW, "--only-gpu"]
-    options += ["--outcomes", str(cases.resolve()), "--leave-out", str(done)]
+    # As words of their own, paths outside the checkout would keep pytest from finding it.
+    options += [f"--outcomes={cases.resolve()}", f"--leave-out={done}"]
     options += ["--native"] * args.native
     start = time.monotonic()
     limit = args.max_seconds if args.max_seconds < float("inf") else None
