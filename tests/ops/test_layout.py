@@ -8,11 +8,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tilenorm
-from tests.support.calls import random
+from tests.support.calls import (
+    EACH_DEVICE,
+    LAYER,
+    differing,
+    gradients_like,
+    name_of,
+    random,
+    step,
+    tensors_of,
+)
+from tests.support.layouts import Layout
 from tests.support.passes import Seen
 from tests.support.pretended import pretended_gpu, tensors_among
 from tilenorm.launch.calls import bound
-from tilenorm.ops.passes import cutile
+from tilenorm.ops.passes import cutile, reference
 from tilenorm.ops.passes.reading import parameter_of, rows_of, vector_of
 from tilenorm.spec import NormSpec
 
@@ -169,3 +179,34 @@ def test_parameters_become_contiguous(w, stays):
         assert torch.equal(by_heads, w) and in_place(by_heads, w) == stays
     misaligned = BASE[0, 0, 1:18]  # where alignment does not count
     assert in_place(vector_of(misaligned), misaligned)
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize("shape", [(1, 1024), (6, 2304), (4096, 128)], ids=name_of)
+def test_the_reference_gives_the_same_bits_wherever_rows_start(shape, device):
+    """It serves float64, and PyTorch's sums on a GPU take another order from an odd start."""
+    tensors = tensors_of(LAYER, *shape, dtype=torch.float64, device=device)
+    (dy,) = gradients_like([tensors["input"]])
+    expected = step(LAYER, tensors, [dy])
+    for start in (1, 2, 3, 8):
+        place = Layout(shape, (shape[1], 1), start)
+        moved = tensors | {"input": place.filled(tensors["input"])}
+        for of_step in ((moved, dy), (tensors, place.filled(dy)), (moved, place.filled(dy))):
+            got = step(LAYER, of_step[0], [of_step[1]])
+            assert differing(got, expected) == {}, f"rows from element {start}"
+
+
+class OnGPU(torch.Tensor):
+    """Says of itself that it lies on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("start, stays", [(0, True), (1, False), (2, False), (4, True), (8, True)])
+def test_the_reference_copies_rows_of_a_gpu_that_start_at_no_vector(start, stays):
+    around = random(6 * 256 + start, dtype=torch.float64)
+    for kind, shared in ((torch.Tensor, True), (OnGPU, stays)):
+        x = around[start:].view(6, 256).as_subclass(kind)
+        rows = reference.rows_of(x, spec_of(256), torch.float64)
+        assert in_place(rows, x) == shared and torch.equal(rows, x)
+        assert rows.is_contiguous() and rows.storage_offset() == (start if shared else 0)

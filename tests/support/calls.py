@@ -257,6 +257,19 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, str]:
+    """By how much results differ that should have the same bits, by their names."""
+    found = dict.fromkeys(a.keys() ^ b.keys(), "given by one alone")
+    for name in a.keys() & b.keys():
+        one, other = a[name], b[name]
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            found[name] = f"{one.dtype} {[*one.shape]}, not {other.dtype} {[*other.shape]}"
+        elif not torch.equal(one, other):
+            most = (one.double() - other.double()).abs().max()
+            found[name] = f"{int((one != other).sum())} of {[*one.shape]}, by up to {most:.1e}"
+    return found
+
+
 def before(form: Form, tensors: dict[str, Tensor]) -> Tensor:
     """What the last residual is added to, by PyTorch's operations, which round once each."""
     x, dtype = tensors["input"], tensors["input"].dtype

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn.functional import silu
 
 from ...launch.calls import Needs
@@ -26,6 +27,7 @@ native_layer_norm_backward = torch.ops.aten.native_layer_norm_backward
 Given = dict[str, Tensor | None]  # tensors by their roles
 ROLES = ("x", "gate", "weight", "bias", "mean", "rstd")  # of a norm's tensors in a backward pass
 STATISTICS = ("mean", "rstd", "key_rstd")
+VECTOR = 4  # so many elements at a time PyTorch's sums on a GPU read
 
 
 def bind_forward(spec: NormSpec) -> Callable | None:
@@ -490,10 +492,14 @@ def slope(spec: NormSpec | Options, z: Tensor) -> Tensor:
 
 
 def rows_of(x: Tensor, spec: NormSpec, dtype: torch.dtype) -> Tensor:
-    """x as contiguous rows: PyTorch sums in another order along other strides.
+    """x as contiguous rows that start where vectors do: PyTorch sums in another order along other
+    strides, and on a GPU from another start.
 
     The leading dimensions stay as they are: a DTensor may be cut in each of them.
     """
     hidden = spec.hidden
     leading = rows_shape(x.shape, hidden) or (1,)
-    return x.reshape(*leading, hidden).contiguous().to(dtype)
+    rows = x.reshape(*leading, hidden).contiguous().to(dtype)
+    if rows.is_cuda and not is_compiling() and known(rows.storage_offset() % VECTOR != 0):
+        return rows.clone()
+    return rows
