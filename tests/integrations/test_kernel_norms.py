@@ -1,11 +1,13 @@
 """patch on norms whose forward is a kernel that runs on GPUs alone."""
 
+from re import fullmatch
+
 import pytest
 import torch
 from torch import nn
 
 import tilenorm
-from tests.support.calls import NEEDS_GPU, random
+from tests.support.calls import EACH_DEVICE, random
 from tilenorm.integrations.patch import recognition
 from tilenorm.integrations.patch.twin import on_device
 
@@ -60,9 +62,11 @@ def test_is_left_where_the_gpu_refuses_it_too(pretended_device):
     cls = type("Refused", (OnGPU,), {"forward": lambda self, x: x.not_there_on_cuda()})
     module.__class__ = cls
     (entry,) = tilenorm.patch(module).left
-    assert entry.reason == (
-        "its forward does not run on the CPU, and patch has found no GPU that runs it"
+    raised = (
+        r"AttributeError in line \d+ of test_kernel_norms.py \(.* attribute 'not_there_on_cuda'\)"
     )
+    text = "its forward does not run on the CPU, and patch has found no GPU that runs it: "
+    assert fullmatch(text + raised, entry.reason)
 
 
 def test_a_module_on_a_device_computes_the_same():
@@ -80,14 +84,13 @@ def test_a_module_on_a_device_computes_the_same():
     torch.testing.assert_close([*results], expected, rtol=0, atol=0)
 
 
-def cuda_op():
-    """RMSNorm as an operator with a kernel for CUDA alone, and with what tracing needs."""
-    name = "tilenorm_tests::rms_on_gpus"
+def operator_for(device):
+    """RMSNorm as an operator with a kernel for one device alone, and with what tracing needs."""
     op = torch.library.custom_op(
-        name,
+        f"tilenorm_tests::rms_on_{device}",
         normalized,
         mutates_args=(),
-        device_types="cuda",
+        device_types=device,
         schema="(Tensor x, Tensor w) -> Tensor",
     )
     op.register_fake(lambda x, w: torch.empty_like(x))
@@ -97,13 +100,16 @@ def cuda_op():
             leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
             return torch.autograd.grad(normalized(*leaves), leaves, dy)
 
-    op.register_autograd(backward, setup_context=lambda ctx, x, _: ctx.save_for_backward(*x))
+    def setup_context(ctx, inputs, output):  # PyTorch passes all three by name
+        ctx.save_for_backward(*inputs)
+
+    op.register_autograd(backward, setup_context=setup_context)
     return op
 
 
-@NEEDS_GPU
-def test_an_operator_for_cuda():
-    op = cuda_op()
+@EACH_DEVICE
+def test_an_operator_for_one_device(device):
+    op = operator_for(device)
 
     class Norm(OnGPU):
         def forward(self, x):
@@ -111,8 +117,8 @@ def test_an_operator_for_cuda():
 
     module = Norm()
     report = tilenorm.patch(module)
-    assert [entry.reason for entry in report.left] == []
+    assert not report.left, report.left[0].reason
     assert report.patched[0].how.startswith("rms_norm offset=0.0")
-    module.cuda()
-    x = random(3, N, device="cuda")
+    module.to(device)
+    x = random(3, N, device=device)
     torch.testing.assert_close(module(x), normalized(x, module.weight))

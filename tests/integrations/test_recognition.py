@@ -208,7 +208,7 @@ def emptied_by_deepspeed():
 
 
 OTHER_TENSORS = "it has other tensors than parameters: "
-FOR_GPUS = "^its forward does not run on the CPU, and patch has found no GPU that runs it$"
+FOR_GPUS = "^its forward does not run on the CPU, and patch has found no GPU that runs it: "
 CPU_BACKEND = "Could not run '_C::rms_norm' with arguments from the 'CPU' backend"
 WITHOUT_EPS = r"^it is a norm without an eps .* tilenorm.compile\(inexact=True\) replaces that$"
 NOT_RECOGNISED = {
@@ -242,8 +242,14 @@ NOT_RECOGNISED = {
         "^its forward raised AttributeError in line [0-9]+ of test_recognition.py$",
     ),
     "Triton's": (of_triton, FOR_GPUS),
-    "apex'": (raising(RuntimeError("input must be a CUDA tensor")), FOR_GPUS),
-    "vLLM's": (raising(NotImplementedError(CPU_BACKEND)), FOR_GPUS),
+    "apex'": (
+        raising(RuntimeError("input must be a CUDA tensor")),
+        FOR_GPUS + r"RuntimeError in line .* \(input must be a CUDA tensor\)$",
+    ),
+    "vLLM's": (
+        raising(NotImplementedError(CPU_BACKEND)),
+        FOR_GPUS + rf"NotImplementedError in line .* \({CPU_BACKEND}\)$",
+    ),
     "DeepSpeed ZeRO 3": (
         emptied_by_deepspeed,
         r"^DeepSpeed ZeRO 3 .* within deepspeed.zero.GatheredParameters\(model.parameters\(\)\)$",

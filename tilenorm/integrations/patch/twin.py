@@ -11,6 +11,7 @@ import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import shorten
 from traceback import walk_tb
 from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -30,6 +31,7 @@ EFFECTS = {"print", "write", "open", "input", "warn", "register_hook", "exec", "
 PIECEWISE = {"clamp", "clamp_min", "clamp_max", "clip", "where", "nan_to_num", "maximum", "minimum"}
 PIECEWISE |= {"hardtanh", "masked_fill", "threshold", "index_put", "masked_scatter"}
 QUIET = ("torch", __package__.partition(".")[0])  # packages that keep caches of their own
+MESSAGE = 200  # characters of an error's message that a reason has
 TRACED_SIZES = (5, 7, 11, 13, 17)  # each one differs: equal sizes would share a symbol
 
 
@@ -108,8 +110,8 @@ def run(twin: nn.Module, *inputs: Tensor) -> Tensor:
         y = type(twin).forward(twin, *inputs)
     except Exception as error:
         if _needs_a_gpu(error):
-            text = "its forward does not run on the CPU, and patch has found no GPU that runs it"
-            raise NeedsGPU(text) from error
+            text = "its forward does not run on the CPU, and patch has found no GPU that runs it: "
+            raise NeedsGPU(f"{text}{place_of(error)}{_first_line_of(error)}") from error
         raise Refused(f"its forward raised {place_of(error)}") from error
     finally:
         sys.setprofile(None)
@@ -253,7 +255,15 @@ def place_of(error: Exception) -> str:
     return type(error).__name__ + "".join(places[-1:])
 
 
+def _first_line_of(error: Exception) -> str:
+    """The beginning of an error's message, in parentheses; "" without a message."""
+    line, *_ = str(error).strip().splitlines() or [""]
+    return f" ({shorten(line, MESSAGE)})" if line else ""
+
+
 def _needs_a_gpu(error: Exception) -> bool:
-    """Whether a forward was refused tensors that are on the CPU."""
+    """Whether a forward was refused tensors that are on the CPU. On a GPU too, an error that speaks
+    of CUDA counts as such: the reason has the error's message, and tells which it is.
+    """
     of_triton = any(_is_of(frame, "triton") for frame, _ in walk_tb(error.__traceback__))
     return of_triton or any(word in str(error).lower() for word in ("cuda", "'cpu' backend"))
