@@ -207,8 +207,8 @@ def test_a_users_configuration_of_another_order_does_not_serve(monkeypatch):
     target = Target.of("sm_90")
     spec = NormSpec("rms", 4096, "bfloat16", "bfloat16")
     key = user_table.Key.of(spec, "forward", "rms_norm")
-    serves = RowForward(1, Hints(2, 8), (4096,))
-    other = RowForward(1, Hints(2), (1024,) * 4)
+    serves = RowForward(1, Hints(2), (1024,) * 4)
+    other = RowForward(1, Hints(2, 8), (4096,))
     for config, used in ((serves, True), (other, False)):
         monkeypatch.setattr(user_table, "configs", lambda arch, config=config: {key: config})
         assert (heuristics.chosen(spec, target) == config) is used

@@ -22,7 +22,7 @@ H200 = Target.of("sm_90")
 SPEC = NormSpec("rms", 4096, "bfloat16", "bfloat16")
 HEADS = replace(SPEC, heads=8)
 NEEDS = every_gradient(SPEC)
-FORWARD = StreamForward(1, Hints(3, 8), (2048, 2048), tma=True, store=True)
+FORWARD = StreamForward(1, Hints(3, 4), (2048, 2048), tma=True, store=True)
 BACKWARD = Backward((4096,), hints=Hints(2, 8))
 SHARED = SharedForward(Hints(6), (8192,), packed=True)
 

@@ -18,7 +18,12 @@ import tilenorm
 from tests.support.calls import NEEDS_GPU, SLOW, slow
 from tests.support.one_result import one_result
 from tests.support.pretended import pretended_gpu
+from tilenorm.launch.calls import Needs
+from tilenorm.launch.plan import plan_backward
+from tilenorm.launch.target import Target
 from tilenorm.launch.tuned.rules import MODULATED_ROW
+from tilenorm.spec import NormSpec
+from tilenorm.tools.precompile import calls_of, compile_call
 
 B, F = torch.bfloat16, torch.float32
 EPS = 1e-6
@@ -35,6 +40,11 @@ ON_A_GPU = [*product(SIZES, [(B, B), (F, F)]), *product(SIZES[::3], [(B, F)])]
 # Where configurations have several orders unless TILENORM_ONE_RESULT is set.
 OF_GRADIENTS = ((1536, "sm_80", "layer"), (2560, "sm_80", "rms"), (4096, "sm_90", "rms"))
 OF_GRADIENTS += ((4096, "sm_90", "layer"), (3072, "sm_80", "layer"), (8192, "sm_90", "rms"))
+# Where float32 weights are read in parts (kernels/outputs.part_of_weights): in two, and in four.
+IN_PARTS = ((896, "sm_90", "rms"), (640, "sm_80", "layer"), (2048, "sm_80", "rms"))
+# (hidden size, heads with a weight of their own, kind, architecture) of those that are compiled.
+COMPILED = [*product((896, 640, 1024), (0,), ("rms", "layer"), ("sm_90", "sm_80", "sm_100"))]
+COMPILED += product((128, 64, 512), (24,), ("rms", "layer"), ("sm_90", "sm_120"))
 OF_GATES = ((640, "sm_90", "rms"), (384, "sm_80", "layer"), (192, "sm_90", "layer"))
 OF_GATES += ((1536, "sm_80", "rms"), (4096, "sm_90", "layer"), (7168, "sm_90", "rms"))
 KINDS = pytest.mark.parametrize("kind", ["rms", "layer"])
@@ -220,6 +230,42 @@ def test_every_form_in_the_interpreter(kind, arch, hidden):
 def test_every_gradient_in_the_interpreter(kind, arch, hidden):
     with one_result(), pretended_gpu(arch), torch.no_grad():
         assert not differences(gradients(Rows.random(kind, 4, hidden, "cpu", F)))
+
+
+@pytest.mark.parametrize("hidden, arch, kind", [IN_PARTS[0], *slow(*IN_PARTS[1:])])
+def test_float32_weights_in_the_interpreter(kind, arch, hidden):
+    with one_result(), pretended_gpu(arch), torch.no_grad():
+        pairs = gradients(Rows.random(kind, 4, hidden, "cpu"))
+        assert not differences(pair for pair in pairs if pair[0] in ("float32 weight", "offset"))
+
+
+@pytest.mark.parametrize("hidden, kind", [(128, "rms"), *slow((80, "rms"), (1024, "layer"))])
+def test_float32_weights_of_heads_in_the_interpreter(hidden, kind):
+    x, dy = torch.randn(2, 5, 24, hidden).to(B)
+    weight = torch.randn(24, hidden).to(B)
+    norm = getattr(tilenorm, f"{kind}_norm")
+    grads = []
+    with one_result(), pretended_gpu("sm_90"):
+        for w in (weight, weight.float()):
+            leaf = x.clone().requires_grad_()
+            y = norm(leaf, (hidden,), weight=w, eps=EPS, backend="cutile")
+            grads.append(torch.autograd.grad(y, leaf, dy)[0])
+    assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("hidden, heads, kind, arch", [COMPILED[0], *slow(*COMPILED[1:])])
+def test_float32_weights_leave_rows_where_they_are(hidden, heads, kind, arch):
+    """Compiled sums have one order only if the threads have the same elements of a row with weights
+    of either dtype. Once rows passed through shared memory into the layout of float32 weights,
+    which took three to six times the bytes of a tile in float32.
+    """
+    bias = "float32" if kind == "layer" else None
+    spec = NormSpec(kind, hidden, "bfloat16", "float32", bias, heads=heads)
+    with one_result():
+        plan = plan_backward(spec, Target.of(arch), Needs(dx=True))
+        (launch,) = calls_of(plan, (heads or 16) << 12)
+    tile = plan.config.rows * sum(plan.config.segments(hidden)) * 4
+    assert compile_call(launch, arch).shared_bytes < 2 * tile
 
 
 @pytest.mark.parametrize("hidden, arch, kind", [OF_GATES[0], *slow(*OF_GATES[1:])])

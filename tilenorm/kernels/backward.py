@@ -9,7 +9,14 @@ from .arrays import BackwardArrays, given
 from .constants import Constants, How, Norm
 from .exchange import Slots
 from .inputs import branch_gradient, input_gradient, saved_inputs_of, saved_of, x_hat_of
-from .outputs import dy_of, read_biases, weights_of, write_gate_gradient, write_output_again
+from .outputs import (
+    dy_of,
+    part_of_weights,
+    read_biases,
+    weights_of,
+    write_gate_gradient,
+    write_output_again,
+)
 from .statistics import Dots, Order, no_dots, order_of_dots
 from .tiles import Cut, Tile, gather_numbers, gather_tiles, load_tiles, write
 
@@ -43,7 +50,8 @@ class Pass:
     def weights(self, home):
         """The weights that a block needs; home: see Weights."""
         again = self.how.REREAD or not (self.THROUGH or self.GATES or given(self.a.Y))
-        return weights_of(self.a, self.norm, home, again)
+        part = part_of_weights(self.a, self.cut, self.how)
+        return weights_of(self.a, self.norm, home, again, part)
 
     def gather(self, i, chunk):
         """The tiles and the numbers of tile i, by gathers."""

@@ -195,6 +195,7 @@ class Weights:
     norm: Any
     home: Any  # a tile with the heads that every tile of the block has
     kept: Any  # the segments; () where a segment is read again whenever it is needed
+    PART: float  # which part of a segment is read at once, see part_of_weights
 
     def times(self, tile, j, number):
         """The tile times w + offset of segment j. `number`: see segment."""
@@ -208,26 +209,72 @@ class Weights:
 
     def read(self, j, number):
         """Segment j, which is read after `number` is known; at once where that is None."""
-        return scale(read_late(self.a.W, self.home, j, number), self.norm.OFFSET)
+        return scale(read_late(self.a.W, self.home, j, number, self.PART), self.norm.OFFSET)
 
 
-def read_late(W, home, j, number):
-    """Segment j of a weight or bias, which is read after `number` is known; at once if None."""
+def read_late(W, home, j, number, PART=1.0):
+    """Segment j of a weight or bias, which is read after `number` is known; at once if None.
+
+    PART: it is read in tiles of this part of its width, which are then joined.
+    """
     segment = home.segments[j]
-    cols = segment.cols()
+    cols, mask = segment.cols(), segment.mask
     if number is not None:
         cols = cols + dependent_zero(number, ct.int32) * VECTOR
-    return gather_parameter(W, home, cols, segment.mask)
+    if PART == 1.0:
+        return gather_parameter(W, home, cols, mask)
+    width = ct.static_eval(int(segment.WIDTH * PART))
+    tiles = ()
+    for i in ct.static_iter(range(segment.WIDTH // width)):
+        inside = None if mask is None else ct.extract(mask, (0, i), (1, width))
+        part = ct.extract(cols, (0, i), (1, width))
+        tiles += (gather_parameter(W, home, part, inside),)
+    for _ in ct.static_iter(range((segment.WIDTH // width).bit_length() - 1)):
+        joined = ()
+        for i in ct.static_iter(range(len(tiles) // 2)):
+            joined += (ct.cat((tiles[2 * i], tiles[2 * i + 1]), 1),)
+        tiles = joined
+    return tiles[0]
 
 
-def weights_of(a, norm, home, REREAD):
-    """The weights of a block's chunk: read now, or, with REREAD, whenever they are needed."""
-    weights = Weights(a, norm, home, ())
+def part_of_weights(a, cut, how):
+    """Which part of a segment of the weights is read at once where the order of sums is prescribed.
+
+    Which threads have which elements of a row decides in which order they add it up. The compiler
+    lays out all tiles as it reads the largest of them, in bytes; of two equal ones, the first. With
+    float32 weights that was the weights' way, where a tile of bfloat16 has one row or two: rows
+    passed through shared memory, and those of two were added up in another order than with bfloat16
+    weights (81 of 16.8 million elements of dx had other bits, rows of 896 on an H200). So a part
+    has fewer bytes than a segment of x. Rows that are read by tile loads pass through shared memory
+    anyway, and so do their products before they are added up.
+    """
+    if not given(a.W) or how.THREADS == 0 or how.TMA:
+        return 1.0
+    return ct.static_eval(part_of(a.W.dtype.bitwidth, a.X.dtype.bitwidth, cut, how.THREADS))
+
+
+def part_of(weight_bits, bits, cut, threads):
+    """The same, by the bits of an element of the weights and of x. threads: those of a block."""
+    weight_rows = cut.ROWS if cut.HEADS > 0 else 1
+    read, weights_read = (
+        [max(1, min(128 // size, rows * width // threads)) for width in cut.WIDTHS]
+        for size, rows in ((bits, cut.ROWS), (weight_bits, weight_rows))
+    )
+    if read == weights_read:  # a thread has the same elements of both
+        return 1.0
+    return min(1.0, cut.ROWS * bits / (weight_rows * weight_bits) / 2)
+
+
+def weights_of(a, norm, home, REREAD, PART):
+    """The weights of a block's chunk: read now, or, with REREAD, whenever they are needed. PART:
+    see part_of_weights.
+    """
+    weights = Weights(a, norm, home, (), PART)
     kept = ()
     if given(a.W) and not REREAD:
         for j in ct.static_iter(range(len(home.segments))):
             kept += (weights.read(j, None),)
-    return Weights(a, norm, home, kept)
+    return Weights(a, norm, home, kept, PART)
 
 
 def read_biases(a, home):

@@ -299,8 +299,6 @@ def source(spec: NormSpec, target: Target, needs: Needs | None = None) -> str:
         return f"{table}, timed without a mask and a scale of the input"
     if needs is None and spec.addend:
         return f"{table}, timed with one residual"
-    if needs is None and spec.skip and table.startswith("tuned"):
-        return f"{table}, timed as {shipped_op(spec, spec.op)}"
     return table
 
 
@@ -348,7 +346,7 @@ def operation(spec: NormSpec, needs: Needs | None = None) -> str | None:
 
 
 def shipped_op(spec: NormSpec, op: str) -> str:
-    """The operation whose shipped table serves what an operation of a user's table is.
+    """The operation whose shipped table serves an operation that has none for such rows.
 
     What is added to the normalised rows is one more input. Compiled for sm_90, the configurations
     named here spill at most 32 bytes with it.
@@ -408,10 +406,16 @@ def _shipped(
     narrow = needs is not None and tile_width(spec.hidden) < 32
     if narrow or not spec.aligned or target.name not in TABLES:
         return None
-    table, key = TABLES[target.name], (shipped_op(spec, op), spec.widest_item)
-    rows = (table.forward if needs is None else table.backward).get(key, ())
-    largest, config_of_row = next((row for row in rows if spec.hidden <= row[0]), (0, None))
+    table = TABLES[target.name]
+    tables = table.forward if needs is None else table.backward
+    for served in dict.fromkeys((op, shipped_op(spec, op))):
+        key = served, spec.widest_item
+        fitting = (row for row in tables.get(key, ()) if spec.hidden <= row[0])
+        largest, config_of_row = next(fitting, (0, None))
+        if config_of_row:
+            break
     source = f"tuned/{target.name}{_untimed(needs.terms if needs else 1)}"
+    source += "" if served == op else f", timed as {served}"
     if needs and (needs.terms > 1 or needs.output):
         for row, least, output, config in table.more.get(key, ()):
             if row == largest and least <= needs.terms and output <= needs.output:

@@ -8,19 +8,31 @@ bench/results/h200-quantized-hints.md.
 # For tiles of one row without a residual: (most elements of a thread, registers of a thread), by
 # whether groups have a scale each. More blocks on a multiprocessor are faster until they spill.
 # Timed in bfloat16, rms_norm of 2048, 5120, 8192 and 16384, and on an H100 on 2026-11-26 layer_norm
-# by row of 4096 to 32768, beside the plain norm's occupancy and none.
+# by row of 4096 to 32768, beside the plain norm's occupancy and none. A row has segments of one
+# slice each, of which a thread reads one vector: on an H200 (2026-11-29), with 2 and with 4 vectors
+# in place of one, rms_norm and layer_norm by row of 2048 to 16384 took 1.00 to 1.06 times as long.
 ONE_ROW = {
     False: ((32, 48), (40, 64), (64, 80), (80, 128)),
     True: ((24, 48), (40, 64), (64, 80), (80, 128)),
 }
-# For blocks that share a row: (most elements of a thread, its least registers), by norm. Timed for
-# rms_norm of bfloat16, 32768 and 65536. The others were only compiled.
-SHARED = {"rms": ((32, 72), (64, 96)), "layer": ((32, 96), (64, 128))}
+# For blocks that share a row: (most elements of a thread, its least registers), by norm. Timed on
+# an H200 on 2026-11-29, rows of 65536. layer_norm of bfloat16 by row took 98 µs with 5 blocks on a
+# multiprocessor, and 105 with 4. rms_norm of float32 by row took 104 µs with 8 blocks, and 109 with
+# 7. layer_norm of float32 took 142 µs with 6, 144 with 5 and 180 with 7.
+SHARED = {"rms": ((32, 64), (64, 96)), "layer": ((64, 96),)}
+# With more elements, a thread that shares a row without a residual reads the weights of one segment
+# at a time. That day rms_norm of bfloat16 rows of 65536 took 0.98 of the time by row and by block,
+# and 0.95 with a given scale.
+MOST_TOGETHER = 32
 # In a tile of several rows: the most elements of a thread, where fewer rows keep the order. With 64
 # elements layer_norm_quantized of 1024 takes 176 registers and 33 KiB of shared memory, and took
 # 203 µs for 65536 rows on an H100, 2026-11-28. With 32 elements it takes 108 registers, 9 KiB and
 # 84 µs (bench/results/h100-release.md).
 MOST_OF_ROWS = 32
+# In a tile of several rows of 16 bits without a residual, whose threads have more elements than
+# FEW_OF_ROWS: (most elements of a thread, its registers). On an H200 (2026-11-29) it took 59.2 µs,
+# and 77.1 without such a bound. Threads with 16 elements took as long with every bound.
+FEW_OF_ROWS, MANY_ROWS = 16, ((MOST_OF_ROWS, 64),)
 # A thread with more elements keeps rows of 16 bits packed while they are added up.
 MOST_UNPACKED = 40
 # A thread with more elements keeps y in 16 bits while the largest of a row is found.

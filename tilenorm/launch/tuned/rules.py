@@ -77,11 +77,11 @@ WHOLE_GROUPS, LEAST_ROWS = 8, 4
 ROPE = ((RopeBackward, 16, 32, Hints(3, 4)), (RopeForward, 32, 64, Hints(None, 4)))
 ROPE_HEADS, ROPE_TILES, ROPE_ELEMENTS = 4, 8, 4
 # Heads that are rotated, forward: of tiles of at most so many columns a thread reads so many
-# elements of a row at once. On an H100 (2026-11-28), 8192 tokens of 32 and 8 heads in bfloat16,
-# heads of 64 took 36.7, 33.8 and 32.9 µs where a thread read 8, 4 and 2 elements, in 158, 80 and
-# 56 registers. Heads of 128 took 64.5 and 61.9 µs where it read 8 and 2. A row of wider tiles would
-# lie in several warps with 2.
-ROPE_NARROW, ROPE_FORWARD = 64, 2
+# elements of a row at once. 8192 tokens of 32 and 8 heads in bfloat16: on an H100 (2026-11-28)
+# heads of 64 took 36.7, 33.8 and 32.9 µs where a thread read 8, 4 and 2 elements. On an H200
+# (2026-11-29) they took 27.4 and 28.2 µs where it read 4 and 2, and heads of 128 took 48.6 and
+# 54.8. A row of wider tiles would lie in several warps with 4.
+ROPE_NARROW, ROPE_FORWARD = 64, 4
 ROPE_TOKENS = ((2048, Hints(4, 4)), (4096, Hints(2, 8)), (8192, Hints(1, 8)))
 # Column sum: the most columns that have narrow tiles, and both widths of a tile. Narrow tiles of a
 # narrow sum fill the GPU. Timed on 2026-11-21: 1.5 to 2.5 µs from N = 256 to 16384.
