@@ -4,8 +4,7 @@ from dataclasses import replace
 
 from ..kernels.constants import Quant
 from ..spec import FP8, NormSpec
-from .config import Config, RowForward, SharedForward, cdiv
-from .order import forward_order, unit_of
+from .config import Config, RowForward, SharedForward
 from .target import REGISTERS, Target
 from .tuned.quantized import (
     FEW_OF_ROWS,
@@ -22,11 +21,10 @@ def compiled_as(spec: NormSpec, config: Config, ordered: bool) -> Config:
     """The configuration that the kernel of a quantised norm is compiled with.
 
     config: that of the plain norm. q has to have the plain norm's bits, so that the rows of a tile,
-    the slices of a row and its threads stay the same. A quantised norm has more instructions, and
-    writes less. So the other fields are chosen anew: the segments of a row, what is read early or
-    kept in 16 bits, and how many blocks a multiprocessor has. Without an occupancy the compiler
-    mostly chooses that of the plain norm. ordered: the kernel prescribes the order in which it adds
-    up a row.
+    its segments and its threads stay the same. A quantised norm has more instructions, and writes
+    less. So the other fields are chosen anew: what is read early or kept in 16 bits, and how many
+    blocks a multiprocessor has. Without an occupancy the compiler mostly chooses that of the plain
+    norm. ordered: the kernel prescribes the order in which it adds up a row.
     """
     if config.rows == 1 and not ordered:
         return _with(config, None)
@@ -39,7 +37,6 @@ def compiled_as(spec: NormSpec, config: Config, ordered: bool) -> Config:
     if config.rows > 1 and elements > FEW_OF_ROWS and plain_sixteen:
         return _with(config, _resident(config, MANY_ROWS, elements))
     if isinstance(config, RowForward) and config.rows == 1:
-        config = _by_slice(spec, config)
         sixteen = spec.widest_item == 2
         # Rows of float32, and those with a residual, spill earlier.
         wide = elements * 1.25 ** ((not sixteen) + bool(spec.residual))
@@ -53,19 +50,6 @@ def compiled_as(spec: NormSpec, config: Config, ordered: bool) -> Config:
         packed = sixteen and elements > MOST_UNPACKED
         return _with(config, occupancy, packed=packed, fetch=False)
     return config
-
-
-def _by_slice(spec: NormSpec, config: RowForward) -> RowForward:
-    """The same with segments of one slice each, of which a thread has one vector, unless that cuts
-    groups.
-    """
-    widths, most = [], unit_of(spec) * config.hints.threads
-    for width in config.segments(spec.hidden):
-        cut = min(width, most)
-        widths += [cut] * min(width // cut, cdiv(spec.hidden - sum(widths), cut))
-    sliced, group = replace(config, widths=tuple(widths)), spec.quantized.group or 1
-    same = forward_order(spec, sliced) == forward_order(spec, config)
-    return sliced if same and not any(width % group for width in widths) else config
 
 
 def _with(config: Config, occupancy: int | None, **fields) -> Config:

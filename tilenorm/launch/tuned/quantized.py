@@ -8,9 +8,7 @@ bench/results/h200-quantized-hints.md.
 # For tiles of one row without a residual: (most elements of a thread, registers of a thread), by
 # whether groups have a scale each. More blocks on a multiprocessor are faster until they spill.
 # Timed in bfloat16, rms_norm of 2048, 5120, 8192 and 16384, and on an H100 on 2026-11-26 layer_norm
-# by row of 4096 to 32768, beside the plain norm's occupancy and none. A row has segments of one
-# slice each, of which a thread reads one vector: on an H200 (2026-11-29), with 2 and with 4 vectors
-# in place of one, rms_norm and layer_norm by row of 2048 to 16384 took 1.00 to 1.06 times as long.
+# by row of 4096 to 32768, beside the plain norm's occupancy and none.
 ONE_ROW = {
     False: ((32, 48), (40, 64), (64, 80), (80, 128)),
     True: ((24, 48), (40, 64), (64, 80), (80, 128)),
