@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import tilenorm
-from tests.support.calls import NEEDS_GPU, SLOW, slow
+from tests.support.calls import NEEDS_GPU, SLOW, differing, slow
 from tests.support.one_result import one_result
 from tests.support.pretended import pretended_gpu
 from tilenorm.launch.calls import Needs
@@ -214,9 +214,7 @@ def differences(pairs: Iterator[tuple[str, Tensor, Tensor]]) -> dict[str, str]:
     found = {}
     for name, t, expected in pairs:
         assert t.shape == expected.shape and t.dtype == expected.dtype, name
-        unequal = t != expected
-        if unequal.any():
-            found[name] = f"{int(unequal.sum())} of {t.numel()}"
+        found |= differing({name: t}, {name: expected})
     return found
 
 

@@ -223,17 +223,21 @@ def read_late(W, home, j, number, PART=1.0):
         cols = cols + dependent_zero(number, ct.int32) * VECTOR
     if PART == 1.0:
         return gather_parameter(W, home, cols, mask)
-    width = ct.static_eval(int(segment.WIDTH * PART))
+    return gather_in_parts(W, home, cols, mask, ct.static_eval(int(segment.WIDTH * PART)))
+
+
+def gather_in_parts(W, home, cols, mask, WIDTH):
+    """The same columns of a weight, read in tiles of WIDTH of them, which are then joined."""
+    count = ct.static_eval(cols.shape[1] // WIDTH)
     tiles = ()
-    for i in ct.static_iter(range(segment.WIDTH // width)):
-        inside = None if mask is None else ct.extract(mask, (0, i), (1, width))
-        part = ct.extract(cols, (0, i), (1, width))
-        tiles += (gather_parameter(W, home, part, inside),)
-    for _ in ct.static_iter(range((segment.WIDTH // width).bit_length() - 1)):
-        joined = ()
+    for i in ct.static_iter(range(count)):
+        inside = None if mask is None else ct.extract(mask, (0, i), (1, WIDTH))
+        tiles += (gather_parameter(W, home, ct.extract(cols, (0, i), (1, WIDTH)), inside),)
+    for _ in ct.static_iter(range(count.bit_length() - 1)):
+        pairs = ()
         for i in ct.static_iter(range(len(tiles) // 2)):
-            joined += (ct.cat((tiles[2 * i], tiles[2 * i + 1]), 1),)
-        tiles = joined
+            pairs += (ct.cat((tiles[2 * i], tiles[2 * i + 1]), 1),)
+        tiles = pairs
     return tiles[0]
 
 

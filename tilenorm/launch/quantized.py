@@ -33,11 +33,10 @@ def compiled_as(spec: NormSpec, config: Config, ordered: bool) -> Config:
         fewer = _resident(config, SHARED[spec.norm], elements)
         together = config.together if spec.residual or elements <= MOST_TOGETHER else 1
         return _with(config, min(fewer, config.hints.occupancy or 1), together=together)
-    plain_sixteen = spec.widest_item == 2 and not spec.residual
-    if config.rows > 1 and elements > FEW_OF_ROWS and plain_sixteen:
+    sixteen = spec.widest_item == 2
+    if config.rows > 1 and elements > FEW_OF_ROWS and sixteen and not spec.residual:
         return _with(config, _resident(config, MANY_ROWS, elements))
     if isinstance(config, RowForward) and config.rows == 1:
-        sixteen = spec.widest_item == 2
         # Rows of float32, and those with a residual, spill earlier.
         wide = elements * 1.25 ** ((not sixteen) + bool(spec.residual))
         rows = ONE_ROW[spec.quantized.group > 0]
