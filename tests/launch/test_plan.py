@@ -14,6 +14,7 @@ from tilenorm.launch import user_table
 from tilenorm.launch.calls import MAX_GRID, MAX_SIDE, Needs, constants_of, every_gradient
 from tilenorm.launch.config import Hints, RowForward, SharedForward
 from tilenorm.launch.kernel import hinted
+from tilenorm.launch.order import forward_order
 from tilenorm.launch.plan import plan_backward, plan_forward
 from tilenorm.launch.target import MULTIPROCESSORS, Target
 from tilenorm.launch.tiling import CLEAR_SLOTS
@@ -189,11 +190,11 @@ def test_kernels_whose_order_depends_on_registers_always_write_rstd(monkeypatch)
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
-def test_a_quantised_norm_has_the_segments_and_threads_of_the_plain_norm(arch):
+def test_a_quantised_norm_has_the_order_and_threads_of_the_plain_norm(arch):
     """So that q has its bits. Registers are spared for as many blocks as a multiprocessor holds. A
     tile that would take too many has fewer rows, which are added up alike.
     """
-    rng, target, fused, fewer_rows = Random(arch), Target.of(arch), 0, 0
+    rng, target, fused, fewer_rows, in_slices = Random(arch), Target.of(arch), 0, 0, 0
     for _ in range(300):
         op, dtype = rng.choice(NORMS[:4]), rng.choice(cases.DTYPES)
         hidden = 128 * rng.randint(1, rng.choice((16, 160, 2048)))
@@ -214,6 +215,12 @@ def test_a_quantised_norm_has_the_segments_and_threads_of_the_plain_norm(arch):
         if isinstance(config, RowForward) and config.rows == 1:
             assert not found.packed or spec.widest_item == 2
             free |= {"packed": found.packed, "fetch": found.fetch}
+            if found.widths != config.widths:  # segments of one slice, in the same order
+                assert forward_order(spec, found) == plan.order and spec.widest_item == 2
+                assert set(found.widths) == {piece.width for piece in plan.order.slices}
+                assert found.widths == plan.cut.WIDTHS
+                in_slices += 1
+                free |= {"widths": found.widths}
         if isinstance(config, SharedForward):
             assert (found.hints.occupancy or 1) <= config.hints.occupancy
             assert found.together in (1, config.together)
@@ -221,7 +228,7 @@ def test_a_quantised_norm_has_the_segments_and_threads_of_the_plain_norm(arch):
         assert found == replace(config, **free), spec
         if small := plan.for_small_batches:  # a small batch has fewer blocks than fit
             assert config.fetch and small.hints == Hints(None, config.hints.num_worker_warps)
-    assert fused > 70 and (fewer_rows or arch != "sm_90")
+    assert fused > 70 and (fewer_rows or arch != "sm_90") and in_slices
 
 
 @pytest.mark.parametrize("rows", [*ONE_ROW.values(), *SHARED.values()], ids=str)

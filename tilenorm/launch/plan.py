@@ -111,6 +111,10 @@ class ForwardPlan(Tiling):
         chosen_anew = self.spec.quantized and not self.small
         return compiled_as(self.spec, config, self.ordered) if chosen_anew else config
 
+    @cached_property
+    def _widths(self) -> tuple[int, ...]:
+        return self.compiled.segments(self.spec.hidden)
+
     @property
     def hints(self) -> Hints:
         """The hints that the kernel is compiled with."""

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from ..kernels.constants import Quant
 from ..spec import FP8, NormSpec
-from .config import Config, RowForward, SharedForward
+from .config import Config, RowForward, SharedForward, cdiv
+from .order import order_by_slices
 from .target import REGISTERS, Target
 from .tuned.quantized import (
     FEW_OF_ROWS,
@@ -21,19 +22,22 @@ def compiled_as(spec: NormSpec, config: Config, ordered: bool) -> Config:
     """The configuration that the kernel of a quantised norm is compiled with.
 
     config: that of the plain norm. q has to have the plain norm's bits, so that the rows of a tile,
-    its segments and its threads stay the same. A quantised norm has more instructions, and writes
-    less. So the other fields are chosen anew: what is read early or kept in 16 bits, and how many
-    blocks a multiprocessor has. Without an occupancy the compiler mostly chooses that of the plain
-    norm. ordered: the kernel prescribes the order in which it adds up a row.
+    its threads and the order of its sums stay the same. A quantised norm has more instructions, and
+    writes less. So the other fields are chosen anew: where a row is cut into segments, what is read
+    early or kept in 16 bits, and how many blocks a multiprocessor has. Without an occupancy the
+    compiler mostly chooses that of the plain norm. ordered: the kernel prescribes the order in
+    which it adds up a row.
     """
     if config.rows == 1 and not ordered:
         return _with(config, None)
+    sixteen = spec.widest_item == 2
+    if isinstance(config, RowForward) and config.rows == 1 and sixteen:
+        config = _in_slices(spec, config)
     elements = config.elements_of_thread(spec.hidden)
     if isinstance(config, SharedForward):
-        fewer = _resident(config, SHARED[spec.norm], elements)
-        together = config.together if spec.residual or elements <= MOST_TOGETHER else 1
+        fewer = _resident(config, SHARED[spec.norm, spec.residual is not None], elements)
+        together = config.together if elements <= MOST_TOGETHER else 1
         return _with(config, min(fewer, config.hints.occupancy or 1), together=together)
-    sixteen = spec.widest_item == 2
     if config.rows > 1 and elements > FEW_OF_ROWS and sixteen and not spec.residual:
         return _with(config, _resident(config, MANY_ROWS, elements))
     if isinstance(config, RowForward) and config.rows == 1:
@@ -46,9 +50,19 @@ def compiled_as(spec: NormSpec, config: Config, ordered: bool) -> Config:
         if spec.residual:  # more blocks than the plain norm's were not faster
             plain = config.hints.occupancy
             return _with(config, min(plain, occupancy or plain) if plain else None)
-        packed = sixteen and elements > MOST_UNPACKED
+        packed = sixteen and elements > MOST_UNPACKED[spec.quantized.scaling == "row"]
         return _with(config, occupancy, packed=packed, fetch=False)
     return config
+
+
+def _in_slices(spec: NormSpec, config: RowForward) -> RowForward:
+    """The configuration with segments of one slice each. A row is added up slice by slice, so that
+    the order of its sums stays the same.
+    """
+    slices = order_by_slices(spec, config).slices
+    if len(slices) > 1:
+        return config
+    return replace(config, widths=(slices[0].width,) * cdiv(spec.hidden, slices[0].width))
 
 
 def _with(config: Config, occupancy: int | None, **fields) -> Config:

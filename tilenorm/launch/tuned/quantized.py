@@ -13,14 +13,20 @@ ONE_ROW = {
     False: ((32, 48), (40, 64), (64, 80), (80, 128)),
     True: ((24, 48), (40, 64), (64, 80), (80, 128)),
 }
-# For blocks that share a row: (most elements of a thread, its least registers), by norm. Timed on
-# an H200 on 2026-11-29, rows of 65536. layer_norm of bfloat16 by row took 98 µs with 5 blocks on a
-# multiprocessor, and 105 with 4. rms_norm of float32 by row took 104 µs with 8 blocks, and 109 with
-# 7. layer_norm of float32 took 142 µs with 6, 144 with 5 and 180 with 7.
-SHARED = {"rms": ((32, 64), (64, 96)), "layer": ((64, 96),)}
-# With more elements, a thread that shares a row without a residual reads the weights of one segment
-# at a time. That day rms_norm of bfloat16 rows of 65536 took 0.98 of the time by row and by block,
-# and 0.95 with a given scale.
+# For blocks that share a row: (most elements of a thread, its least registers), by norm and by
+# whether there is a residual. Timed on an H200 on 2026-11-29, rows of 65536. layer_norm of bfloat16
+# by row took 98 µs with 5 blocks on a multiprocessor, and 105 with 4; add_layer_norm 157 with 5 and
+# 145 with 4. rms_norm of float32 by row took 104 µs with 8 blocks, and 109 with 7. layer_norm of
+# float32 took 142 µs with 6, 144 with 5 and 180 with 7.
+SHARED = {
+    ("rms", False): ((32, 64), (64, 96)),
+    ("rms", True): ((32, 64), (64, 96)),
+    ("layer", False): ((64, 96),),
+    ("layer", True): ((32, 96), (64, 128)),
+}
+# With more elements, a thread that shares a row reads the weights of one segment at a time. That
+# day rms_norm of bfloat16 rows of 65536 took 0.98 of the time by row and by block, and 0.95 with a
+# given scale; add_rms_norm took 1.01 by row and 0.98 by block, and add_layer_norm 0.98.
 MOST_TOGETHER = 32
 # In a tile of several rows: the most elements of a thread, where fewer rows keep the order. With 64
 # elements layer_norm_quantized of 1024 takes 176 registers and 33 KiB of shared memory, and took
@@ -32,8 +38,10 @@ MOST_OF_ROWS = 32
 # layer_norm_quantized of 1024, 32 elements a thread, took 59.2 µs, and 77.1 without such a bound.
 # rms_norm_quantized of 1024, 16 elements a thread, took as long with every bound.
 FEW_OF_ROWS, MANY_ROWS = 16, ((MOST_OF_ROWS, 64),)
-# A thread with more elements keeps rows of 16 bits packed while they are added up.
-MOST_UNPACKED = 40
+# A thread with more elements keeps rows of 16 bits packed while they are added up, by whether each
+# row has a scale. On an H200 (2026-11-29), rms_norm and layer_norm of 12288 to 20480 in segments of
+# one slice (bench/results/h200-quantized-hints.md).
+MOST_UNPACKED = {False: 56, True: 64}
 # A thread with more elements keeps y in 16 bits while the largest of a row is found.
 # rms_norm_quantized of 32768 by row took 98 µs with y in float32, with the best hints, and 78 µs
 # with y in 16 bits.
