@@ -73,10 +73,8 @@ def quant_of(spec: NormSpec, config: Config) -> Quant:
     """The kernel's constants. config: that of the plain norm."""
     how = spec.quantized
     sixteen = "float32" not in (spec.dtype, spec.skip)
-    # A plain norm that reads its weights with the row does not do so here (compiled_as), so that a
-    # thread has registers for y.
     fetches = isinstance(config, RowForward) and config.fetch
-    many = config.elements_of_thread(spec.hidden) > MOST_OUTPUT_UNPACKED
+    many = config.elements_of_thread(spec.hidden) > MOST_OUTPUT_UNPACKED[fetches]
     return Quant(
         MOST=FP8[how.dtype],
         GROUP=how.group,
@@ -85,7 +83,7 @@ def quant_of(spec: NormSpec, config: Config) -> Quant:
         POWER_OF_2=how.power_of_2,
         PADDED={"column": 1, "column_tma": 4}.get(how.layout, 0),
         SWIZZLED=how.layout == "swizzled",
-        PACKED=sixteen and not fetches and many,
+        PACKED=sixteen and many,
     )
 
 

@@ -42,7 +42,9 @@ FEW_OF_ROWS, MANY_ROWS = 16, ((MOST_OF_ROWS, 64),)
 # row has a scale. On an H200 (2026-11-29), rms_norm and layer_norm of 12288 to 20480 in segments of
 # one slice (bench/results/h200-quantized-hints.md).
 MOST_UNPACKED = {False: 56, True: 64}
-# A thread with more elements keeps y in 16 bits while the largest of a row is found.
-# rms_norm_quantized of 32768 by row took 98 µs with y in float32, with the best hints, and 78 µs
-# with y in 16 bits.
-MOST_OUTPUT_UNPACKED = 32
+# A thread with more elements keeps y in 16 bits while the largest of a row is found, by whether the
+# plain norm reads its weights with the row. A quantised norm does not do so, and a thread has their
+# registers for y. rms_norm_quantized of 32768 by row took 98 µs with y in float32, with the best
+# hints, and 78 µs with y in 16 bits. That of 5120, whose threads have 40 elements, took 52 µs with
+# y in float32, and those of 12288 and more were timed with y in 16 bits.
+MOST_OUTPUT_UNPACKED = {False: 32, True: 40}
