@@ -53,7 +53,7 @@ def all_calls(spec, target, rows):
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "add_rms_norm", "gated_layer_norm"])
 def test_small_batches_have_a_variant_with_the_same_order(arch, op):
     """They differ in how a block works alone. Which batches are small: rules.SMALL_BATCH_TILES."""
-    target, variants, fewer_rows = Target.of(arch), 0, 0
+    target, variants, fewer_rows, most_tiles = Target.of(arch), 0, 0, set()
     for hidden, dtype in product(cases.HIDDEN, ("bfloat16", "float32")):
         roles = dict.fromkeys(("weight", *["bias"] * ("layer" in op)), dtype)
         added = {"add": "residual", "gated": "gate"}.get(op.split("_")[0])
@@ -80,8 +80,27 @@ def test_small_batches_have_a_variant_with_the_same_order(arch, op):
         assert small.kernel is hinted(row_forward, hints)
         fewest_queued = next(rows for rows in range(1, 100_000) if plan.queues(rows))
         tiles = (fewest_queued - 1) // plan.config.rows // target.multiprocessors
-        assert tiles == (1 if plan.config.rows * hidden > 12288 else 2)
+        # The blocks of a plan with an occupancy have 16 warps together.
+        most = 512 // plan.config.hints.threads if plan.config.hints.occupancy else 2
+        assert tiles == max(1, min(most, 24576 // (plan.config.rows * hidden)))
+        most_tiles.add(tiles)
     assert variants and (fewer_rows or op.endswith("rms_norm"))
+    assert arch != "sm_90" or op == "gated_layer_norm" or most_tiles == {1, 2, 4}
+
+
+@pytest.mark.parametrize("roles", [{"bias": "bfloat16"}, {"residual": "bfloat16"}])
+def test_a_row_of_a_small_batch_has_fewer_segments(roles):
+    """Four segments or more become one in a sum, and two without one, in the same order."""
+    op = "layer_norm" if "bias" in roles else "add_rms_norm"
+    spec = NormSpec.of(op, 4096, "bfloat16", weight="bfloat16", **roles)
+    plan = plan_forward(spec, Target.of("sm_90"), False)
+    variant = plan.for_small_batches
+    assert plan.config.widths == (1024,) * 4 and variant.order == plan.order
+    assert variant.config.widths == ((2048, 2048) if "bias" in roles else (4096,))
+    in_float32 = plan_forward(
+        NormSpec.of("layer_norm", 4096, "float32", weight="float32"), Target.of("sm_90"), False
+    )
+    assert in_float32.for_small_batches is None
 
 
 @each_arch

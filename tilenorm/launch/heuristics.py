@@ -160,11 +160,12 @@ def of_small_batches(spec: NormSpec, config: RowForward) -> RowForward:
     least = 1 if config.hints.occupancy == 1 else None
     hints = replace(config.hints, occupancy=least)
     config = fewest_rows(spec, replace(config, hints=hints, packed=False, fetch=False))
-    whole = replace(config, widths=(tile_width(spec.hidden),))
-    segments = config.segments(spec.hidden)
-    merges = spec.residual and config.rows == 1 and len(segments) >= rules.SMALL_BATCH_SEGMENTS
-    fits = tile_width(spec.hidden) == sum(segments) <= rules.SMALL_BATCH_WHOLE
-    return whole if merges and fits else config
+    width, segments = tile_width(spec.hidden), config.segments(spec.hidden)
+    fewer, most = rules.SMALL_BATCH_JOINED[spec.residual is not None]
+    joins = config.rows == 1 and len(segments) >= rules.SMALL_BATCH_SEGMENTS
+    timed = spec.residual or spec.widest_item == 2
+    fits = width == sum(segments) <= most
+    return replace(config, widths=(width // fewer,) * fewer) if joins and timed and fits else config
 
 
 def with_room(spec: NormSpec, config: Config) -> Config:

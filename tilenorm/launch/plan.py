@@ -165,8 +165,11 @@ class ForwardPlan(Tiling):
 
     def queues(self, rows: int) -> bool:
         """Whether there are more tiles than run side by side: the batch is not small."""
-        elements = self.config.rows * self.spec.hidden
-        at_once = max(1, min(rules.SMALL_BATCH_TILES, rules.SMALL_BATCH_ELEMENTS // elements))
+        elements, hints = self.config.rows * self.spec.hidden, self.config.hints
+        most = rules.SMALL_BATCH_TILES
+        if hints.occupancy:
+            most = rules.SMALL_BATCH_WARPS * 32 // hints.threads
+        at_once = max(1, min(most, rules.SMALL_BATCH_ELEMENTS // elements))
         return self.tiles(rows) > at_once * self.target.multiprocessors
 
     def is_small(self, rows: int) -> bool:

@@ -13,6 +13,7 @@ from .tuned.quantized import (
     MOST_OUTPUT_UNPACKED,
     MOST_TOGETHER,
     MOST_UNPACKED,
+    MOST_UNPACKED_SUM,
     ONE_ROW,
     SHARED,
 )
@@ -30,29 +31,43 @@ def compiled_as(spec: NormSpec, config: Config, ordered: bool) -> Config:
     """
     if config.rows == 1 and not ordered:
         return _with(config, None)
-    sixteen = spec.widest_item == 2
-    if isinstance(config, RowForward) and config.rows == 1 and sixteen:
-        config = _in_slices(spec, config)
-    elements = config.elements_of_thread(spec.hidden)
     if isinstance(config, SharedForward):
-        fewer = _resident(config, SHARED[spec.norm, spec.residual is not None], elements)
-        together = config.together if elements <= MOST_TOGETHER else 1
-        return _with(config, min(fewer, config.hints.occupancy or 1), together=together)
+        return _sharing(spec, config)
+    if isinstance(config, RowForward) and config.rows == 1:
+        return _of_one_row(spec, config)
+    elements, sixteen = config.elements_of_thread(spec.hidden), spec.widest_item == 2
     if config.rows > 1 and elements > FEW_OF_ROWS and sixteen and not spec.residual:
         return _with(config, _resident(config, MANY_ROWS, elements))
-    if isinstance(config, RowForward) and config.rows == 1:
-        # Rows of float32, and those with a residual, spill earlier.
-        wide = elements * 1.25 ** ((not sixteen) + bool(spec.residual))
-        rows = ONE_ROW[spec.quantized.group > 0]
-        # Rows of 16 bits are packed there, and those of float32 take all registers.
-        fits = sixteen or wide <= rows[-1][0]
-        occupancy = _resident(config, rows, wide) if fits else None
-        if spec.residual:  # more blocks than the plain norm's were not faster
-            plain = config.hints.occupancy
-            return _with(config, min(plain, occupancy or plain) if plain else None)
-        packed = sixteen and elements > MOST_UNPACKED[spec.quantized.scaling == "row"]
-        return _with(config, occupancy, packed=packed, fetch=False)
     return config
+
+
+def _sharing(spec: NormSpec, config: SharedForward) -> SharedForward:
+    """The configuration of blocks that share a row."""
+    elements = config.elements_of_thread(spec.hidden)
+    fewer = _resident(config, SHARED[spec.norm, spec.residual is not None], elements)
+    together = config.together if elements <= MOST_TOGETHER else 1
+    return _with(config, min(fewer, config.hints.occupancy or 1), together=together)
+
+
+def _of_one_row(spec: NormSpec, config: RowForward) -> RowForward:
+    """The configuration of a block that has a row."""
+    sixteen = spec.widest_item == 2
+    if sixteen:
+        config = _in_slices(spec, config)
+    elements = config.elements_of_thread(spec.hidden)
+    # Rows of float32, and those with a residual, spill earlier.
+    wide = elements * 1.25 ** ((not sixteen) + bool(spec.residual))
+    rows = ONE_ROW[spec.quantized.group > 0]
+    # Rows of 16 bits are packed there, and those of float32 take all registers.
+    fits = sixteen or wide <= rows[-1][0]
+    occupancy = _resident(config, rows, wide) if fits else None
+    if spec.residual:  # more blocks than the plain norm's were not faster
+        plain = config.hints.occupancy
+        fewer = min(plain, occupancy or plain) if plain else None
+        how = {"packed": elements > MOST_UNPACKED_SUM, "fetch": False} if sixteen else {}
+        return _with(config, fewer, **how)
+    packed = sixteen and elements > MOST_UNPACKED[spec.quantized.scaling == "row"]
+    return _with(config, occupancy, packed=packed, fetch=False)
 
 
 def _in_slices(spec: NormSpec, config: RowForward) -> RowForward:
