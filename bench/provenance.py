@@ -104,11 +104,11 @@ def _commit() -> str | None:
         return None
 
 
-def sources(*folders: str) -> str:
-    """A digest of the source files in folders of tilenorm, without their comments. Two edited
-    checkouts of one commit have different ones.
+def sources(*folders: str, of: str = "tilenorm") -> str:
+    """A digest of the source files in folders of tilenorm, or of another folder of the checkout,
+    without their comments. Two edited checkouts of one commit have different ones.
     """
-    root, digest = ROOT / "tilenorm", hashlib.sha256()
+    root, digest = ROOT / of, hashlib.sha256()
     paths = {path for folder in folders for path in (root / folder).rglob("*")}
     for path in sorted(p for p in paths if p.suffix in (".py", ".json", ".cpp")):
         text = path.read_text(encoding="utf-8")

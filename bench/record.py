@@ -18,7 +18,7 @@ from bench.cases import RELEASE, RESUMED
 from bench.op import HOST
 
 # What has to be equal for a run to go on in the file of another: of times of kernels also the suite
-# and the kernels, and of tests the commit and all source files.
+# and the kernels, and of tests all source files, their own too.
 IDENTITY = ("machine", "tilenorm", "torch", "rms_norm", "cuda", "driver", "tileiras", "python")
 IDENTITY = (*IDENTITY, "packages")
 CONFIDENCE = 0.95

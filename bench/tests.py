@@ -3,7 +3,7 @@
 Cases that need much memory take turns, and a case that does not end within five minutes is ended
 and named. ``--out FILE.jsonl`` gets a line with what passed, what failed and what was skipped, and
 why; lines of other commits stay in it. What each case did stands in FILE.cases, from which a run of
-the same commit, versions and machine goes on: only cases without an outcome run. A case that has
+the same sources, versions and machine goes on: only cases without an outcome run. A case that has
 failed does not run again.
 
 Words behind ``--`` are given to pytest: ``python -m bench tests -- tests/kernels``. The tests are
@@ -57,8 +57,8 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 def _run(cases: Path, run: dict, args, more: list[str], folder: Path) -> None:
     """Run the cases that have no outcome."""
-    identity = {name: run.get(name) for name in ("commit", "sources", *IDENTITY)}
-    identity["native"] = args.native
+    identity = {name: run.get(name) for name in ("sources", *IDENTITY)}
+    identity |= {"tests": provenance.sources(".", of="tests"), "native": args.native}
     done = folder / "done"
     done.write_text("\n".join(_done(cases, identity)))
     if not cases.exists():
@@ -82,8 +82,8 @@ def _run(cases: Path, run: dict, args, more: list[str], folder: Path) -> None:
 
 
 def _done(cases: Path, identity: dict) -> list[str]:
-    """The cases that have an outcome, if the file is of the same commit, versions and machine; else
-    the file is begun anew.
+    """The cases that have an outcome, if the file is of the same sources, versions and machine.
+    Else the file is begun anew.
     """
     lines = _lines(cases.read_text().splitlines()) if cases.exists() else []
     if lines and lines[0].get("run") == identity:

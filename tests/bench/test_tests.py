@@ -93,8 +93,8 @@ def test_a_run_that_pytest_could_not_start_has_no_line(machine, tmp_path):
     assert not (tmp_path / "tests.jsonl").exists()
 
 
-@pytest.mark.parametrize("field", ["commit", "sources", "driver", "torch"])
-def test_another_commit_or_version_begins_anew(field, machine, tmp_path):
+@pytest.mark.parametrize("field", ["sources", "driver", "torch"])
+def test_another_version_or_source_begins_anew(field, machine, tmp_path):
     out = tmp_path / "tests.jsonl"
     assert command(out) == 0
     machine.run[field] = "another"
@@ -102,6 +102,20 @@ def test_another_commit_or_version_begins_anew(field, machine, tmp_path):
     assert machine.given == [CASES, CASES]
     shown = report.render(record.load([out]))
     assert shown.count("NVIDIA H100") == 2 and "tests that need a GPU" in shown
+
+
+def test_other_tests_begin_anew_and_a_commit_of_the_same_sources_goes_on(
+    machine, monkeypatch, tmp_path
+):
+    out = tmp_path / "tests.jsonl"
+    machine.reaches = 2
+    assert command(out) == 1
+    machine.run["commit"], machine.reaches = "def", 99
+    assert command(out) == 0
+    monkeypatch.setattr(provenance, "sources", lambda *_, of: f"other {of}")
+    assert command(out) == 0
+    assert machine.given == [CASES, CASES[2:], CASES]
+    assert [line.passed for line in record.load([out]).tests] == [2, 6]
 
 
 def test_each_commit_and_path_has_a_row_of_one_machine(machine, tmp_path):
