@@ -160,6 +160,7 @@ def of_small_batches(spec: NormSpec, config: RowForward) -> RowForward:
     least = 1 if config.hints.occupancy == 1 else None
     hints = replace(config.hints, occupancy=least)
     config = fewest_rows(spec, replace(config, hints=hints, packed=False, fetch=False))
+    # A row has fewer segments, too, where that was timed.
     width, segments = tile_width(spec.hidden), config.segments(spec.hidden)
     fewer, most = rules.SMALL_BATCH_JOINED[spec.residual is not None]
     joins = config.rows == 1 and len(segments) >= rules.SMALL_BATCH_SEGMENTS
