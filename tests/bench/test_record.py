@@ -102,6 +102,11 @@ def test_sources_are_a_digest_of_the_package(monkeypatch, tmp_path):
         a.write_text(text)
         digests.add(provenance.sources("."))
     assert len(digests) == 6  # a comment changes none
+    before = provenance.sources(".", of="tests")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_a.py").write_text(code)
+    assert provenance.sources(".", of="tests") != before
+    assert provenance.sources(".") in digests
 
 
 def test_a_table_of_a_release_and_another_commit_or_machine_is_refused(tmp_path):

@@ -52,7 +52,7 @@ def all_calls(spec, target, rows):
 @pytest.mark.parametrize("arch", ["sm_90", "sm_90_H100", "sm_100"])
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "add_rms_norm", "gated_layer_norm"])
 def test_small_batches_have_a_variant_with_the_same_order(arch, op):
-    """They differ in how a block works alone. Which batches are small: rules.SMALL_BATCH_TILES."""
+    """They differ in how a block works alone. Which batches are small: rules.SMALL_BATCH_*."""
     target, variants, fewer_rows, most_tiles = Target.of(arch), 0, 0, set()
     for hidden, dtype in product(cases.HIDDEN, ("bfloat16", "float32")):
         roles = dict.fromkeys(("weight", *["bias"] * ("layer" in op)), dtype)

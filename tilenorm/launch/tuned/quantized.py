@@ -44,7 +44,8 @@ FEW_OF_ROWS, MANY_ROWS = 16, ((MOST_OF_ROWS, 64),)
 MOST_UNPACKED = {False: 56, True: 64}
 # The same for a sum of two tensors. That day add_rms_norm_quantized of bfloat16 rows of 16384 took
 # 0.98 of the time by row and 0.94 by block with neither packed rows nor early weights, and that of
-# 20480 as much; those of 12288 and 14336 took 1.00. add_layer_norm_quantized took 0.99 to 1.00.
+# 20480 as much; those of 12288 and 14336 took 1.00 to 1.01, and add_layer_norm_quantized 0.99 to
+# 1.00 (the same page).
 MOST_UNPACKED_SUM = 80
 # A thread with more elements keeps y in 16 bits while the largest of a row is found, by whether the
 # plain norm reads its weights with the row. A quantised norm does not do so, and a thread has their

@@ -98,14 +98,14 @@ SMALL_BATCH_TILES, SMALL_BATCH_ELEMENTS = 2, 24576
 # threads may have 128 registers. On an H200 (2026-11-29, bench/results/h200-small-batches.md) 512
 # bfloat16 rows of 4096, four tiles of 4 warps on a multiprocessor, took 0.91 of the time by
 # add_rms_norm and 0.90 by layer_norm; 512 rows of 3072 took 0.85 by add_rms_norm, and of 5120 0.83
-# by layer_norm. Where it has none, rms_norm of 5120 took 1.07 and add_rms_norm of 1024 1.02.
+# by layer_norm. Where it has none, rms_norm of 5120 took 1.07 and add_rms_norm of 1024 1.03.
 SMALL_BATCH_WARPS = 16
 # In a small batch a row of so many segments has fewer: by whether it is a sum, how many and up to
 # how many elements. On an H100 (2026-11-28, bench/results/h100-small-batches.md) add_rms_norm of
 # 8192 in bfloat16 took 0.97, 0.94 and 0.95 of the time of four segments, for 1, 32 and 128 rows.
 # That of 4096 took 1.01, 1.00 and 1.00 of the time of two. rms_norm and layer_norm of 8192 took
 # longer with one segment. On the H200 layer_norm of 4096, in 16 bits, took 0.92, 0.92 and 0.93 of
-# the time of four segments with two, for 8, 32 and 128 rows, and 0.95 to 0.97 with one.
+# the time of four segments with two, for 8, 32 and 128 rows, and 0.95 with one.
 SMALL_BATCH_SEGMENTS, SMALL_BATCH_JOINED = 4, {True: (1, 8192), False: (2, 4096)}
 # How often a block asks for the sums of the other blocks of its row, which takes about 4 ms
 # (2026-11-21). Another kernel on the GPU may delay some blocks of a row by this.
