@@ -209,7 +209,7 @@ def built(given: Settings, names: Sequence[str]) -> tuple[Training, list[tuple[C
         mesh = init_device_mesh(given.device, sizes, mesh_dim_names=parallel.DIMENSIONS)
     for name in names:
         made.append(model := model_of(given.shape, device=given.device, dtype=torch.bfloat16))
-        parallel.split(model, mesh)
+        parallel.split(model, mesh, gathers=VARIANTS[name][0] in (None, "liger"))
         both.append(prepared(model, name, given.whole))
         parallel.sharded(model, mesh)
         share(model, made[0])

@@ -10,10 +10,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import (
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor import parallel as tp
 
 from bench.models import Transformer
@@ -21,8 +27,9 @@ from bench.shapes import Shape
 
 DIMENSIONS = ("fsdp", "tp")
 PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # that torchrun started
-# The sizes that tensor parallelism leaves open; the stages are those of Llama 3.
+# What tensor parallelism leaves open: sizes, and where Qwen 3 and OLMo 2 have other norms.
 FREE = ["layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "eps", "theta", "batch", "length"]
+FREE += ["qk_norm", "norm_after"]
 
 
 def sizes(text: str) -> dict[str, int]:
@@ -41,7 +48,7 @@ def unserved(shape: Shape, asked: dict[str, int], whole: bool) -> str | None:
     if whole:
         return "--whole is for one process"
     if asked["tp"] > 1 and Shape(**{name: vars(shape)[name] for name in FREE}) != shape:
-        return "tp is for models of Llama 3's form"
+        return "tp is for Llama 3 8B, Qwen3 8B and OLMo 2 7B"
     return None
 
 
@@ -58,29 +65,65 @@ def joined(device: str) -> Iterator[int]:
         dist.destroy_process_group()
 
 
-def split(model: Transformer, mesh: DeviceMesh | None) -> None:
-    """Split a model of Llama 3's form over the dimension tp. The residual stream is cut in tokens.
+class ColumnParallel(tp.ParallelStyle):
+    """A norm of rows of which each process has some columns: of x, of the output and of the weight.
 
-    Every parameter becomes a DTensor.
+    gathers: it gets whole rows, and what it returns is cut again, because PyTorch has no norm of
+    rows that are cut. tilenorm has.
+    """
+
+    def __init__(self, gathers: bool):
+        self.gathers = gathers
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        columns = [Shard(-1)]
+
+        def cut(_: str, norm: nn.Module, mesh: DeviceMesh) -> None:
+            for name, parameter in norm.named_parameters(recurse=False):
+                part = nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)]))
+                norm.register_parameter(name, part)
+
+        def taken(_: nn.Module, inputs: tuple[Tensor], mesh: DeviceMesh) -> DTensor:
+            x = DTensor.from_local(inputs[0], mesh, columns, run_check=False)
+            return x.redistribute(placements=[Replicate()]) if self.gathers else x
+
+        def returned(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
+            return output.redistribute(placements=columns).to_local()
+
+        return distribute_module(module, device_mesh, cut, taken, returned)
+
+
+def split(model: Transformer, mesh: DeviceMesh | None, gathers: bool) -> None:
+    """Split a model over the dimension tp, by heads. The residual stream is cut in tokens.
+
+    Every parameter becomes a DTensor. gathers: norms of a whole projection get whole rows.
     """
     if mesh is None or mesh["tp"].size() == 1:
         return
     rows, whole = Shard(1), Replicate()
+    # A norm behind a part of a block returns what is added to the stream: this process's tokens.
+    norm = tp.SequenceParallel(use_local_output=bool(model.shape.norm_after))
+    heads: dict[str, tp.ParallelStyle] = {
+        "head": tp.SequenceParallel(sequence_dim=2, use_local_output=True),  # (B, T, heads, D)
+        "whole": ColumnParallel(gathers),
+    }
 
     def gathered(*others: None) -> tp.PrepareModuleInput:
         before, wanted = (rows, *others), (whole, *others)
         return tp.PrepareModuleInput(input_layouts=before, desired_input_layouts=wanted)
 
     block = {
-        "attention_norm": tp.SequenceParallel(),
+        "attention_norm": norm,
         "attention": gathered(None, None),
         **{f"attention.{name}": tp.ColwiseParallel() for name in "qkv"},
         "attention.output": tp.RowwiseParallel(output_layouts=rows),
-        "ffn_norm": tp.SequenceParallel(),
+        "ffn_norm": norm,
         "ffn": gathered(),
         **{f"ffn.{name}": tp.ColwiseParallel() for name in ("gate", "up")},
         "ffn.output": tp.RowwiseParallel(output_layouts=rows),
     }
+    if model.shape.qk_norm:
+        block |= {f"attention.{name}_norm": heads[model.shape.qk_norm] for name in "qk"}
     ends = {
         "embedding": tp.RowwiseParallel(input_layouts=whole, output_layouts=rows),
         "head.norm": tp.SequenceParallel(),

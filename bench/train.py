@@ -15,7 +15,9 @@ graph, which takes minutes. Modulation is of DiT-XL/2 and Flux, and norms of que
 a rotation are of Qwen3 and OLMo 2: in the other models, these variants replace no more than others.
 
 With --parallel fsdp=4,tp=2 eight processes train the model, one a GPU: FSDP2 over four, each with a
-batch of its own, and tensor parallelism with sequence parallelism over two. torchrun starts them:
+batch of its own, and tensor parallelism with sequence parallelism over two, which Llama 3 8B, Qwen3
+8B and OLMo 2 7B have. OLMo 2 normalises q and k as a whole, whose columns are cut: tilenorm's norms
+take them so, and PyTorch's get them gathered. torchrun starts the processes:
 torchrun --nproc-per-node 8 -m bench train --parallel fsdp=4,tp=2 --pair A B. The record has the
 times of each process. A process that fails ends the run.
 """

@@ -6,19 +6,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import parallelize_module
 
 from bench import pair, parallel
 from bench.pair import Settings, model_of
 from bench.shapes import LLAMA, MODELS, tiny
 
-from ..distributed.world import device, on_every_rank
+from ..distributed.world import device, mesh, on_every_rank
 
 FOREVER = float("inf")
+SPLIT = (LLAMA, "Qwen3 8B", "OLMo 2 7B")  # the models that tensor parallelism is for
 
 
-def settings_of(fsdp: int, tp: int, **options) -> Settings:
-    shape = replace(tiny(MODELS[LLAMA]), kv_heads=4)
-    return Settings(shape, LLAMA, fsdp=fsdp, tp=tp, device=device(), **options)
+def settings_of(fsdp: int, tp: int, model: str = LLAMA, **options) -> Settings:
+    shape = replace(tiny(MODELS[model]), kv_heads=4)
+    return Settings(shape, model, fsdp=fsdp, tp=tp, device=device(), **options)
 
 
 @pytest.mark.slow
@@ -42,13 +45,37 @@ def test_a_pair_over_a_mesh():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", SPLIT)
 @on_every_rank
-def test_the_losses_are_those_of_one_process():
-    found = pair.measure(["eager", "patch"], settings_of(1, 4), 1, FOREVER)["losses"]
-    given = settings_of(1, 1)
+def test_the_losses_are_those_of_one_process(name):
+    found = pair.measure(["eager", "patch-add"], settings_of(1, 4, name), 1, FOREVER)["losses"]
+    given = settings_of(1, 1, name)
     model = model_of(given.shape, device=device(), dtype=torch.bfloat16)
     (tokens,) = pair.Training(given, model).inputs
-    assert found[0] == pytest.approx(model(tokens).item(), rel=2e-3)
+    assert found == pytest.approx([model(tokens).item()] * 2, rel=2e-3)
+
+
+class Seen(torch.nn.Module):
+    """In the place of a norm: it keeps how many columns of x a process gets."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4, device=device()))
+
+    def forward(self, x):
+        self.columns = x.to_local().shape[-1]
+        return x
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+@on_every_rank
+def test_a_norm_of_cut_rows(gathers):
+    """PyTorch's gets whole rows, and tilenorm's a process's columns; both return the latter."""
+    own = torch.full((3, 1), float(dist.get_rank()), device=device())
+    norm = parallelize_module(Seen(), mesh("4"), parallel.ColumnParallel(gathers))
+    assert norm.weight.placements == (Shard(0),)
+    assert torch.equal(norm(own), own)
+    assert norm.columns == (4 if gathers else 1)
 
 
 def test_rows_that_are_cut_unevenly_are_refused():

@@ -214,10 +214,12 @@ def test_command_prints_the_same_from_its_record(inline, without_gpu, again):
         assert f"{low / 1e3:+.2f} to {high / 1e3:+.2f}" in out
 
 
-def test_tensor_parallelism_is_for_the_form_of_llama(monkeypatch):
+def test_tensor_parallelism_is_for_three_models(monkeypatch):
     monkeypatch.setattr(parallel, "PROCESSES", 2)
     asked = parallel.sizes("tp=2")
-    assert [n for n in MODELS if not parallel.unserved(MODELS[n], asked, False)] == [LLAMA]
+    served = [n for n in MODELS if not parallel.unserved(MODELS[n], asked, False)]
+    assert served == [LLAMA, "Qwen3 8B", "OLMo 2 7B"]
+    assert all(n in parallel.unserved(MODELS["GPT-2"], asked, False) for n in served)
     assert not any(parallel.unserved(m, {"fsdp": 2, "tp": 1}, False) for m in MODELS.values())
 
 

@@ -68,7 +68,7 @@ def results(spec: NormSpec, inputs: Inputs, name: str, needs=None, strided: bool
     dys = [columns(t, name) for t in (inputs.dy, inputs.dsum) if t is not None]
     grads = torch.autograd.grad(made[: len(dys)], [leaves[n] for n in asked.values()], dys)
     found = dict(zip(("y", "sum"), made, strict=False)) | dict(zip(asked, grads, strict=True))
-    found = {n: t.detach().full_tensor().cpu() for n, t in found.items()}
+    found = {n: t.detach().full_tensor() for n, t in found.items()}
     return {n: t.reshape(-1) if n in ("dw", "db") else t for n, t in found.items()}
 
 
