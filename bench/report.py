@@ -279,9 +279,11 @@ def gains(records: Iterable[Record]) -> str:
 
 def steps(records: Iterable[Record]) -> str:
     """What the second variant gains in a step, in a sentence for each two variants. The slower
-    steps come first, and the sentence with the slowest step.
+    steps come first, and the sentence with the slowest step. Medians without an interval are left
+    out: there were too few pairs.
     """
-    pairs = losses_first(pair for record in records for pair in record.timed_pairs)
+    timed = [pair for record in records for pair in record.timed_pairs]
+    pairs = losses_first(pair for pair in timed if pair.more_tokens.low is not None)
     by_variants = grouped(pairs, "base", "variant")
     return "\n".join(_sentence(a, b, pairs) for (a, b), pairs in by_variants.items())
 

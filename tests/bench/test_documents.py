@@ -141,7 +141,8 @@ def test_steps_are_told_with_those_that_are_slower_first(folder):
         )
         for label, times in pairs.items()
     ]
-    lines = [*of_pairs(("Fast", "eager", "ours", 9.0)), *lines]
+    few = Pair("Few", "compile", "ours", 1, 6, pairs_us=[[10.0, 99.0]] * 2)  # without an interval
+    lines = [*of_pairs(("Fast", "eager", "ours", 9.0)), *lines, few]
     path.with_name("b.jsonl").write_text("\n".join(map(to_json, [RUN, *lines])))
     sentences = re.findall("^- `ours` beside `(.*?)`", documents.rewritten(path), re.MULTILINE)
     assert sentences == ["compile", "eager"]
