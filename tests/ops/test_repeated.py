@@ -5,6 +5,7 @@ from the third call with a shape on, a call repeats the launches of an earlier o
 import gc
 import weakref
 from contextlib import nullcontext
+from random import Random
 
 import pytest
 import torch
@@ -232,6 +233,69 @@ def test_a_tensor_that_lies_otherwise_is_launched_by_cutile(name, device, made):
         *_, dy = given = (every | {name: moved}).values()
         assert same(step(RMS, dict(zip(tensors, given, strict=False)), [dy]), expected)
         assert len(taken(made)) == (name == "dy")  # the forward pass alone
+
+
+def apart(t, space):
+    """A copy whose rows are `space` elements apart in memory."""
+    wide = torch.cat([t, t.new_ones(*t.shape[:-1], space)], -1)
+    return wide[..., : t.shape[-1]]
+
+
+@pytest.mark.parametrize("served", ["in_python", "extension"])
+@pytest.mark.parametrize("name", [*FEW, "heads"])
+def test_rows_that_are_apart_are_repeated(device, name, served, request):
+    """A call knows what repeats it by the strides of its tensors, if they are not contiguous."""
+    request.getfixturevalue(served)
+    made, form = request.getfixturevalue("made"), CALLS.get(name, RMS)
+    shape = (3, 2, N) if name == "heads" else (6, N)
+    tensors = tensors_of(form, *shape, dtype=torch.bfloat16, device=device)
+    if name == "heads":
+        tensors |= {n: torch.stack([tensors[n], 2 * tensors[n]]) for n in ("weight", "bias")}
+    rows = [n for n, t in tensors.items() if t.shape == tensors["input"].shape]
+    dys = [random(*shape, dtype=torch.bfloat16, device=device, seed=9)] * (1 + ("add_" in form.op))
+    lying = [(tensors, dys)]
+    for space in (8, 16):
+        moved = {n: apart(tensors[n], space) for n in rows}
+        lying.append((tensors | moved, [apart(dy, space) for dy in dys]))
+    expected = step(form, tensors, dys), call(form, tensors)
+    for given, incoming in lying * WARM:
+        assert same(step(form, given, incoming), expected[0])
+        assert all(map(torch.equal, call(form, given), expected[1]))
+    taken(made)
+    for given, incoming in lying * 2:
+        assert same(step(form, given, incoming), expected[0])
+        assert all(map(torch.equal, call(form, given), expected[1]))
+        assert taken(made) == ["repeated"] * 3
+    if served == "extension" and device == "cpu":
+        assert is_served(lambda: call(form, lying[-1][0]))
+
+
+LAYOUTS = {
+    "apart": lambda t: apart(t, 8),
+    "further apart": lambda t: apart(t, 24),
+    "not on 16 bytes": lambda t: apart(t, 3),
+    "every second": lambda t: t.repeat_interleave(2, -1)[..., ::2],
+    "the last dimension first": lambda t: t.movedim(-1, 0).contiguous().movedim(0, -1),
+}
+
+
+@pytest.mark.parametrize("served", ["in_python", "extension"])
+@pytest.mark.parametrize("seed", range(4))
+def test_drawn_layouts_have_the_same_bits(device, seed, served, request):
+    """Calls of one shape, of whose tensors some lie otherwise in memory."""
+    request.getfixturevalue(served)
+    rng = Random(seed)
+    form, width = CALLS[rng.choice(list(CALLS))], 8 * rng.randint(1, 12)
+    tensors = tensors_of(form, 2, 3, width, dtype=torch.bfloat16, device=device)
+    dys = [random(2, 3, width, dtype=torch.bfloat16, device=device)] * (1 + ("add_" in form.op))
+    expected = step(form, tensors, dys), call(form, tensors)
+    drawn = []
+    for _ in range(6):
+        given = {n: rng.choice([*LAYOUTS.values(), torch.clone])(t) for n, t in tensors.items()}
+        drawn.append((given, [rng.choice([*LAYOUTS.values(), torch.clone])(dy) for dy in dys]))
+    for given, incoming in rng.choices(drawn, k=30):
+        assert same(step(form, given, incoming), expected[0])
+        assert all(map(torch.equal, call(form, given), expected[1]))
 
 
 @pytest.mark.parametrize("op", MODULATED_NORMS)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...launch.toolchain import CompileError
 from ..pytorch.plain import Plain
-from .reading import VECTOR_BYTES, shown_as
+from .reading import VECTOR_BYTES, shown_as, strided
 
 MOST_CALLS = 256  # that differ in shapes or eps, for which a pass keeps what repeats them
 NONE = 0  # the place of what is absent, see Gradients
@@ -31,7 +31,7 @@ class Repeat(NamedTuple):
     cleared: Sequence[int]  # the places of what is zeroed
     # Of each result that a caller gets as another view: its place, the arguments of shown_as.
     shown: Sequence[tuple]
-    strided: frozenset[int]  # the places of the tensors that are read wherever they lie
+    strided: frozenset[int]  # the places of the tensors whose strides are those of that call
     index: int  # the device's
     results: int  # how many of what is made a caller gets
     empty: Callable[..., Tensor]  # allocates
@@ -56,7 +56,7 @@ class Pass:
     by the shapes of a call and its eps, in `ready`, and this is the only memo of a launch.
     """
 
-    __slots__ = ("_find", "_served", "grouped", "input", "like", "ready")
+    __slots__ = ("_find", "_served", "by_strides", "grouped", "input", "like", "ready")
 
     def __init__(self, find: Callable[[], Served]):
         """find: finds what serves, when the pass is first called and after each reset."""
@@ -67,16 +67,17 @@ class Pass:
         """Have the implementation that serves be found anew."""
         self._served: Served | None = None
         self.input, self.like, self.grouped = 0, 0, ()
+        self.by_strides = False  # whether a key may have more than the shapes and eps
         self.ready: dict[tuple, Callable | None] = {}
 
     def key(self, tensors: Sequence[Tensor], eps: Any) -> tuple:
         """What calls have in common that the same launches repeat: the shapes of the input and of
-        a parameter, and the shapes and strides of what the kernels read wherever it lies.
+        a parameter, and the shapes and strides of what the kernels read wherever it lies, and of
+        what is not contiguous.
         """
         key = tensors[self.input].shape, tensors[self.like].shape, eps
-        for place in self.grouped:
-            tensor = tensors[place]
-            key = *key, tensor.shape, tensor.stride()
+        for place in strided(tensors, self.grouped):
+            key = *key, place, tensors[place].shape, tensors[place].stride()
         return key
 
     def __call__(self, tensors: Sequence[Any], eps: Any) -> Sequence[Tensor | None]:
@@ -94,16 +95,16 @@ class Pass:
         if not self.ready:
             return None
         key = tensors[self.input].shape, tensors[self.like].shape, eps
-        repeat: Any = self.ready.get(self.key(tensors, eps) if self.grouped else key)
+        repeat: Any = self.ready.get(self.key(tensors, eps) if self.by_strides else key)
         if type(repeat) is not Repeat:  # the extension's function, or nothing
             return repeat and repeat(tensors)
-        fresh, cleared, shown, strided, index, results = repeat[:6]
+        fresh, cleared, shown, apart, index, results = repeat[:6]
         empty, stream, launch, idle, write, queue = repeat[6:]
         starts, every = [], 0
         for place, tensor in enumerate(tensors):
             if tensor is None:
                 starts.append(0)
-            elif tensor.is_contiguous() or place in strided:
+            elif tensor.is_contiguous() or place in apart:
                 start = tensor.data_ptr()
                 starts.append(start)
                 every |= start
@@ -150,6 +151,8 @@ class Pass:
             key, ready = self.key(tensors, eps), self.ready
             if ready.get(key, served) is None:
                 results, ready[key] = served.run.prepared(tensors, eps)
+                if ready[key] is not None and strided(tensors, self.grouped):
+                    self.by_strides = True
                 return results
             if len(ready) < MOST_CALLS:
                 ready.setdefault(key, None)
@@ -162,6 +165,7 @@ class Pass:
         served = self._find()
         for name in ("input", "like", "grouped"):
             setattr(self, name, getattr(served.run, name, getattr(self, name)))
+        self.by_strides = bool(self.grouped)
         self._served = served
         return served
 

@@ -25,7 +25,7 @@ from . import native, ports
 from .allocation import Layout, Layouts
 from .base import Pass, Repeat, Served
 from .quantize import with_codes
-from .reading import lie_as_read, shaped_as, shown_as
+from .reading import lie_as_read, shaped_as, shown_as, strided
 
 Run = Callable[[Sequence[Launch], tuple, int], None]
 
@@ -85,14 +85,15 @@ class Kernels:
         if not launched or self._run is not on_device:
             return results, None
         launches, arrays, read, index = launched
-        if not lie_as_read(tensors, read, self.grouped):
+        if not lie_as_read(tensors, read):
             return results, None
         count = len(read) + len(layout.made)
         numbered = self._arrays_of([*range(len(read))], [*range(len(read), count)])
         stream = torch_private.current_stream(index)
         again = prepare(index, stream, launches, arrays, numbered, count)
         native.state().want(index)
-        how = layout, index, self.grouped, self._results, len(read)
+        apart = strided(tensors, self.grouped)
+        how = layout, index, apart, self._results, len(read)
         return results, again and repeat_of(again, *how)
 
     def _launched(self, tensors: Sequence[Tensor | None], eps: float) -> tuple:
@@ -123,23 +124,24 @@ def repeat_of(
     launch: Repeated,
     layout: Layout,
     index: int,
-    grouped: Sequence[int],
+    apart: Sequence[int],
     results: int,
     reads: int,
 ) -> Any:
     """What repeats a call: a Repeat, or the extension's function of the tensors, which returns the
     results or None. In tests that function calls `launch`.
 
-    results: how many of the tensors that are made it returns. reads: how many it reads.
+    apart: the places of the tensors whose strides are those of the call. results: how many of the
+    tensors that are made it returns. reads: how many it reads.
     """
     extension = native.state().extension
     if extension is not None:
         fresh_tensors = [how and tuple(how) for how in layout.made]
         launches = getattr(launch, "launches", launch)
-        places = list(grouped), fresh_tensors, layout.cleared, layout.shown
+        places = list(apart), fresh_tensors, layout.cleared, layout.shown
         return extension.repeat(index, primary_context(index), reads, *places, results, launches)
     empty = torch_private.empty_strided_cuda if index >= 0 else _empty_strided_cpu
-    how = layout.made, layout.cleared, layout.shown, frozenset(grouped), index, results
+    how = layout.made, layout.cleared, layout.shown, frozenset(apart), index, results
     return Repeat(*how, empty, torch_private.current_stream, launch, *in_parts(launch))
 
 

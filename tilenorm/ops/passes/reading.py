@@ -67,18 +67,27 @@ def _starts_vectors(x: Tensor, spec: NormSpec, *strides: int) -> bool:
     return not (x.data_ptr() % VECTOR_BYTES or any(s % unit for s in strides))
 
 
-def lie_as_read(tensors: Sequence[Tensor | None], read: Sequence, grouped: Sequence[int]) -> bool:
-    """Whether the kernels read each tensor in place, as what it is if it is contiguous. read: what
-    as_read returned. grouped: the places of tensors that may have any strides.
+def lie_as_read(tensors: Sequence[Tensor | None], read: Sequence) -> bool:
+    """Whether the kernels read each tensor in place, and each starts on 16 bytes. read: what
+    as_read returned.
     """
-    for place, (t, as_kernel_reads) in enumerate(zip(tensors, read, strict=True)):
+    for t, as_kernel_reads in zip(tensors, read, strict=True):
         if t is not None:
             start = t.data_ptr()
             if start % VECTOR_BYTES or start != as_kernel_reads.data_ptr():
                 return False
-            if not (t.is_contiguous() or place in grouped):
-                return False
     return True
+
+
+def strided(tensors: Sequence[Tensor | None], grouped: Sequence[int]) -> list[int]:
+    """The places of tensors whose strides a launch depends on: of those that are not contiguous,
+    and of those at `grouped`.
+    """
+    return [
+        place
+        for place, t in enumerate(tensors)
+        if t is not None and (place in grouped or not t.is_contiguous())
+    ]
 
 
 def reading(spec: NormSpec, ports: Sequence[Port]) -> list[tuple[Callable, tuple[int, ...]]]:

@@ -8,6 +8,7 @@ from torch import Tensor, is_grad_enabled
 from ..passes.base import NONE, Gradients, Pass
 from ..passes.bound import Bound
 from ..passes.native import state
+from ..passes.reading import strided
 from . import autograd
 
 MOST_KINDS = 4096  # of calls that differ in op, options, dtypes or shapes
@@ -29,7 +30,8 @@ def tell(bound: Bound, eps: Any, requires_grad: bool, call: tuple) -> None:
     differentiable = [port.grad for port in op.makes[: op.shown]]
     saved = bound.autograd_saves(tuple(range(len(op.takes) + len(op.makes)))) if recording else ()
     token = bound, eps
-    how = requires_grad, recording, differentiable, repeat, list(run.grouped), list(saved)
+    apart = strided(tensors, run.grouped)
+    how = requires_grad, recording, differentiable, repeat, apart, list(saved)
     extension.remember(call, *how, token, backward)
 
 
@@ -58,7 +60,7 @@ def _tell_backward(
     """flags: which gradients are asked for, and which arrive. inputs: what a pass may read. every:
     what stands at each of Gradients' places.
     """
-    extension, steps, strided = state().extension, [], set()
+    extension, steps, apart = state().extension, [], set()
     if extension is None:
         return
     for step_pass, reads, which_eps in run.passes:
@@ -67,11 +69,11 @@ def _tell_backward(
         if repeat is None:
             return
         steps.append((repeat, list(reads)))
-        strided |= {reads[place] - 1 for place in step_pass.grouped}
+        apart |= {reads[place] - 1 for place in strided(tensors, step_pass.grouped)}
     bits = [sum(flag << i for i, flag in enumerate(group)) for group in flags]
     gives = [(place, None) for place in run.gives]
-    strided = [place for place in sorted(strided) if place < len(inputs)]
-    extension.add_backward(number, *bits, inputs, strided, steps, gives)
+    places = [place for place in sorted(apart) if place < len(inputs)]
+    extension.add_backward(number, *bits, inputs, places, steps, gives)
 
 
 def ready(run: Pass, tensors: tuple, eps: Any) -> Any:
@@ -105,6 +107,6 @@ class Generated:
         """
         if not self._tells or (repeat := ready(run, read, eps)) is None:
             return
-        strided = sorted({reads[place] - 1 for place in run.grouped} - {NONE - 1})
-        how = tensors, strided, [(repeat, list(reads))], list(outputs)
+        apart = sorted({reads[place] - 1 for place in strided(read, run.grouped)} - {NONE - 1})
+        how = tensors, apart, [(repeat, list(reads))], list(outputs)
         state().extension.add_generated(self.function, *how)

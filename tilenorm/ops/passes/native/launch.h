@@ -91,7 +91,7 @@ struct Repeat {
   at::Device device{at::kCPU};
   void* context = nullptr;  // the device's primary context
   size_t reads = 0, results = 0;
-  uint64_t strided = 0;  // bits: the tensors that are read wherever they lie
+  uint64_t strided = 0;  // bits: the tensors whose strides are those of the earlier call
   std::vector<std::optional<Fresh>> made;
   std::vector<Launch> launches;
   py::object interpreter;  // in tests: a function of the addresses, in place of the launches

@@ -170,7 +170,7 @@ py::object repeat(int index, uint64_t context, size_t reads, const std::vector<s
       std::make_unique<RepeatPtr>(std::move(repeat)), &repeat_definition, REPEAT));
 }
 
-// inputs: tensors like those of later calls. strided: the places of those that may lie anyhow.
+// inputs: tensors like those of later calls. strided: the places of those whose strides count.
 // steps: of each pass what `repeat` returned, and the places that it reads. gives: of each output
 // its place, and the sizes that it gets or None.
 Program program_of(const py::sequence& inputs, const std::vector<size_t>& strided,

@@ -27,7 +27,7 @@ inline bool in_a_mode() {
          torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr;
 }
 
-// What a tensor has in common with that of an earlier call. Unless it is strided it is contiguous,
+// What a tensor has in common with that of an earlier call. Unless it is strided it was contiguous,
 // and sizes of 1 may then have any stride.
 struct Like {
   caffe2::TypeMeta dtype;
@@ -43,8 +43,11 @@ struct Like {
         strided(strided) {}
 
   bool matches(const c10::TensorImpl* t) const {
-    return t->dtype() == dtype && t->device() == device && t->sizes() == at::IntArrayRef(sizes) &&
-           (!strided || t->strides() == at::IntArrayRef(strides));
+    return t->dtype() == dtype && t->device() == device && t->sizes() == at::IntArrayRef(sizes);
+  }
+
+  bool lies_alike(const c10::TensorImpl* t) const {
+    return strided ? t->strides() == at::IntArrayRef(strides) : t->is_contiguous();
   }
 };
 
@@ -69,7 +72,8 @@ class Program {
   bool matches(const c10::TensorImpl* const* given) const {
     for (size_t i = 0; i < inputs.size(); ++i) {
       const bool there = given[i] != nullptr;
-      if (inputs[i].has_value() != there || (there && !inputs[i]->matches(given[i]))) return false;
+      if (inputs[i].has_value() != there) return false;
+      if (there && !(inputs[i]->matches(given[i]) && inputs[i]->lies_alike(given[i]))) return false;
     }
     return true;
   }
