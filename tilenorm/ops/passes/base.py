@@ -1,6 +1,6 @@
 """Pass: what runs. Eager calls, the torch.library ops and Inductor's code hold the same objects."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -43,6 +43,25 @@ class Repeat(NamedTuple):
     queue: Callable
 
 
+class Copied(NamedTuple):
+    """What repeats a call whose tensors at `places` the kernels do not read in place: the pass,
+    with contiguous copies of them.
+    """
+
+    run: "Pass"
+    eps: Any
+    places: frozenset[int]
+
+    def __call__(self, tensors: Sequence[Any]) -> Sequence[Tensor | None]:
+        places = self.places
+        copied = [t.contiguous() if i in places else t for i, t in enumerate(tensors)]
+        return self.run(tuple(copied), self.eps)
+
+    def repeat(self, tensors: Sequence[Any]) -> Any:
+        """What repeats the pass with the copies, or None."""
+        return self.run.ready.get(self.run.key(tensors, self.eps, self.places))
+
+
 class Pass:
     """One direction of one norm, or of a chain of norms, on a device.
 
@@ -70,14 +89,15 @@ class Pass:
         self.by_strides = False  # whether a key may have more than the shapes and eps
         self.ready: dict[tuple, Callable | None] = {}
 
-    def key(self, tensors: Sequence[Tensor], eps: Any) -> tuple:
+    def key(self, tensors: Sequence[Tensor], eps: Any, copied: Collection[int] = ()) -> tuple:
         """What calls have in common that the same launches repeat: the shapes of the input and of
         a parameter, and the shapes and strides of what the kernels read wherever it lies, and of
-        what is not contiguous.
+        what is not contiguous. copied: the places of what is copied before.
         """
         key = tensors[self.input].shape, tensors[self.like].shape, eps
         for place in strided(tensors, self.grouped):
-            key = *key, place, tensors[place].shape, tensors[place].stride()
+            if place not in copied:
+                key = *key, place, tensors[place].shape, tensors[place].stride()
         return key
 
     def __call__(self, tensors: Sequence[Any], eps: Any) -> Sequence[Tensor | None]:
@@ -150,8 +170,11 @@ class Pass:
                 return served.run(tensors, eps)
             key, ready = self.key(tensors, eps), self.ready
             if ready.get(key, served) is None:
-                results, ready[key] = served.run.prepared(tensors, eps)
-                if ready[key] is not None and strided(tensors, self.grouped):
+                results, repeat = served.run.prepared(tensors, eps)
+                if isinstance(repeat, frozenset):
+                    repeat = Copied(self, eps, repeat)
+                ready[key] = repeat
+                if repeat is not None and strided(tensors, self.grouped):
                     self.by_strides = True
                 return results
             if len(ready) < MOST_CALLS:

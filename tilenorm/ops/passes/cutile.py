@@ -25,7 +25,7 @@ from . import native, ports
 from .allocation import Layout, Layouts
 from .base import Pass, Repeat, Served
 from .quantize import with_codes
-from .reading import lie_as_read, shaped_as, shown_as, strided
+from .reading import copies_of, shaped_as, shown_as, strided
 
 Run = Callable[[Sequence[Launch], tuple, int], None]
 
@@ -78,15 +78,17 @@ class Kernels:
         return self._launched(tensors, eps)[0]
 
     def prepared(self, tensors: Sequence[Tensor | None], eps: float) -> tuple[tuple, Any]:
-        """The same, and a Repeat of these launches; None in its place where tensors had to be
-        copied, and while a CUDA graph is captured.
+        """The same, and a Repeat of these launches. In its place are the places of the tensors that
+        had to be copied, if contiguous ones would not be, and None where nothing repeats the
+        launches: see copies_of; and while a CUDA graph is captured.
         """
         results, layout, *launched = self._launched(tensors, eps)
         if not launched or self._run is not on_device:
             return results, None
         launches, arrays, read, index = launched
-        if not lie_as_read(tensors, read):
-            return results, None
+        copies = copies_of(tensors, read, self.grouped)
+        if copies is None or copies:
+            return results, copies
         count = len(read) + len(layout.made)
         numbered = self._arrays_of([*range(len(read))], [*range(len(read), count)])
         stream = torch_private.current_stream(index)

@@ -67,16 +67,25 @@ def _starts_vectors(x: Tensor, spec: NormSpec, *strides: int) -> bool:
     return not (x.data_ptr() % VECTOR_BYTES or any(s % unit for s in strides))
 
 
-def lie_as_read(tensors: Sequence[Tensor | None], read: Sequence) -> bool:
-    """Whether the kernels read each tensor in place, and each starts on 16 bytes. read: what
-    as_read returned.
+def copies_of(
+    tensors: Sequence[Tensor | None], read: Sequence, grouped: Sequence[int]
+) -> frozenset[int] | None:
+    """The places of the tensors that the kernels read as contiguous copies. None where a tensor is
+    copied otherwise: from an address that is no multiple of 16 bytes, or at `grouped`.
+
+    read: what as_read returned.
     """
-    for t, as_kernel_reads in zip(tensors, read, strict=True):
-        if t is not None:
-            start = t.data_ptr()
-            if start % VECTOR_BYTES or start != as_kernel_reads.data_ptr():
-                return False
-    return True
+    places = set()
+    for place, (t, as_kernel_reads) in enumerate(zip(tensors, read, strict=True)):
+        if t is None:
+            continue
+        if t.data_ptr() != as_kernel_reads.data_ptr():
+            if place in grouped or t.is_contiguous():
+                return None
+            places.add(place)
+        elif t.data_ptr() % VECTOR_BYTES:
+            return None
+    return frozenset(places)
 
 
 def strided(tensors: Sequence[Tensor | None], grouped: Sequence[int]) -> list[int]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, is_grad_enabled
 
-from ..passes.base import NONE, Gradients, Pass
+from ..passes.base import NONE, Copied, Gradients, Pass
 from ..passes.bound import Bound
 from ..passes.native import state
 from ..passes.reading import strided
@@ -23,7 +23,7 @@ def tell(bound: Bound, eps: Any, requires_grad: bool, call: tuple) -> None:
     extension, tensors = state().extension, call[1]
     recording = requires_grad and is_grad_enabled()
     run = bound.training if recording else bound.inference
-    repeat = ready(run, tensors, eps)
+    repeat, copied = ready(run, tensors, eps)
     if repeat is None or extension.kinds() >= MOST_KINDS:
         return
     op = bound.op
@@ -31,7 +31,7 @@ def tell(bound: Bound, eps: Any, requires_grad: bool, call: tuple) -> None:
     saved = bound.autograd_saves(tuple(range(len(op.takes) + len(op.makes)))) if recording else ()
     token = bound, eps
     apart = strided(tensors, run.grouped)
-    how = requires_grad, recording, differentiable, repeat, apart, list(saved)
+    how = requires_grad, recording, differentiable, repeat, apart, list(copied), list(saved)
     extension.remember(call, *how, token, backward)
 
 
@@ -60,26 +60,36 @@ def _tell_backward(
     """flags: which gradients are asked for, and which arrive. inputs: what a pass may read. every:
     what stands at each of Gradients' places.
     """
-    extension, steps, apart = state().extension, [], set()
+    extension, steps = state().extension, []
+    apart, copied, in_place = set(), set(), set()
     if extension is None:
         return
     for step_pass, reads, which_eps in run.passes:
         tensors = tuple([every[place] for place in reads])
-        repeat = ready(step_pass, tensors, eps if which_eps is None else eps[which_eps])
+        repeat, copies = ready(step_pass, tensors, eps if which_eps is None else eps[which_eps])
         if repeat is None:
             return
         steps.append((repeat, list(reads)))
-        apart |= {reads[place] - 1 for place in strided(tensors, step_pass.grouped)}
+        for place in strided(tensors, step_pass.grouped):
+            apart.add(reads[place] - 1)
+            (copied if place in copies else in_place).add(reads[place] - 1)
+    if copied & in_place:  # one pass reads a tensor where it lies, and another one a copy
+        return
     bits = [sum(flag << i for i, flag in enumerate(group)) for group in flags]
     gives = [(place, None) for place in run.gives]
-    places = [place for place in sorted(apart) if place < len(inputs)]
-    extension.add_backward(number, *bits, inputs, places, steps, gives)
+    places = [[p for p in sorted(group) if p < len(inputs)] for group in (apart, copied)]
+    extension.add_backward(number, *bits, inputs, *places, steps, gives)
 
 
-def ready(run: Pass, tensors: tuple, eps: Any) -> Any:
-    """What repeats a call, if the extension has made it."""
+def ready(run: Pass, tensors: tuple, eps: Any) -> tuple[Any, frozenset[int]]:
+    """What repeats a call, if the extension has made it, else None; and the places of the tensors
+    that have to be copied before.
+    """
     repeat = run.ready.get(run.key(tensors, eps)) if run.ready else None
-    return repeat if isinstance(repeat, type(len)) else None
+    copied: frozenset[int] = frozenset()
+    if isinstance(repeat, Copied):
+        repeat, copied = repeat.repeat(tensors), repeat.places
+    return repeat if isinstance(repeat, type(len)) else None, copied
 
 
 class Generated:
@@ -105,8 +115,12 @@ class Generated:
         the tensors. outputs: for each result its place, which counts also the results of the pass
         behind, and the sizes that it gets, or None.
         """
-        if not self._tells or (repeat := ready(run, read, eps)) is None:
+        if not self._tells:
+            return
+        repeat, copied = ready(run, read, eps)
+        if repeat is None:
             return
         apart = sorted({reads[place] - 1 for place in strided(read, run.grouped)} - {NONE - 1})
-        how = tensors, apart, [(repeat, list(reads))], list(outputs)
+        copies = sorted({reads[place] - 1 for place in copied})
+        how = tensors, apart, copies, [(repeat, list(reads))], list(outputs)
         state().extension.add_generated(self.function, *how)

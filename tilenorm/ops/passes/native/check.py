@@ -54,7 +54,7 @@ def check(extension: Any) -> None:
     call = "check", (x, w), (HIDDEN,), EPS, (), None
     if extension.served(*call) is not None:
         raise CheckError("it serves a call that it does not know")
-    extension.remember(call, True, True, [True], repeat, [], [0, 1, 3], None, _backward)
+    extension.remember(call, True, True, [True], repeat, [], [], [0, 1, 3], None, _backward)
     expected = torch.nn.functional.rms_norm(x, (HIDDEN,), w, EPS)
     outputs = extension.served(*call)
     if outputs is None or len(outputs) != 1:

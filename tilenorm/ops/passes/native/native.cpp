@@ -170,11 +170,16 @@ py::object repeat(int index, uint64_t context, size_t reads, const std::vector<s
       std::make_unique<RepeatPtr>(std::move(repeat)), &repeat_definition, REPEAT));
 }
 
-// inputs: tensors like those of later calls. strided: the places of those whose strides count.
-// steps: of each pass what `repeat` returned, and the places that it reads. gives: of each output
-// its place, and the sizes that it gets or None.
+// inputs: tensors like those of later calls. strided, copied: the places of those whose strides
+// count, and of those of them that the passes read as contiguous copies. steps: of each pass what
+// `repeat` returned, and the places that it reads. gives: of each output its place, and the sizes
+// that it gets or None.
 Program program_of(const py::sequence& inputs, const std::vector<size_t>& strided,
-                   const py::sequence& steps, const py::sequence& gives) {
+                   const std::vector<size_t>& copied, const py::sequence& steps,
+                   const py::sequence& gives) {
+  const auto has = [](const std::vector<size_t>& places, size_t place) {
+    return std::find(places.begin(), places.end(), place) != places.end();
+  };
   Program program;
   for (const py::handle each : inputs) {
     if (each.is_none()) {
@@ -182,8 +187,8 @@ Program program_of(const py::sequence& inputs, const std::vector<size_t>& stride
       continue;
     }
     const size_t place = program.inputs.size();
-    const bool anyhow = std::find(strided.begin(), strided.end(), place) != strided.end();
-    program.inputs.emplace_back(Like(THPVariable_Unpack(each.ptr()), anyhow));
+    const Tensor& t = THPVariable_Unpack(each.ptr());
+    program.inputs.emplace_back(Like(t, has(strided, place), has(copied, place)));
   }
   size_t count = 1 + program.inputs.size();
   for (const py::handle each : steps) {
@@ -209,7 +214,8 @@ Program program_of(const py::sequence& inputs, const std::vector<size_t>& stride
 // saved: see Forward. token, python: see Recorded.
 void remember(const py::tuple& call, bool requires_grad, bool recording,
               const std::vector<bool>& differentiable, const py::object& repeat,
-              const std::vector<size_t>& strided, const std::vector<size_t>& saved,
+              const std::vector<size_t>& strided, const std::vector<size_t>& copied,
+              const std::vector<size_t>& saved,
               const py::object& token, const py::object& python) {
   const auto kept = [](const py::object& object) { return py::object(object).release().ptr(); };
   TORCH_CHECK(call.size() == 6, "tilenorm: a call has 6 arguments");
@@ -241,7 +247,7 @@ void remember(const py::tuple& call, bool requires_grad, bool recording,
       if (const auto* impl = given.impls[i]) {
         kind->tensors.back() = Kind::Seen{Py_TYPE(PyTuple_GET_ITEM(tensors.ptr(), i)),
                                           keys_of(impl, thread), impl->requires_grad(),
-                                          Like(*given.tensors[i], false)};
+                                          Like(*given.tensors[i], false, false)};
       }
     }
     kinds.emplace(mark_of(kind->op, given.impls[0], given.there), kind);
@@ -252,13 +258,13 @@ void remember(const py::tuple& call, bool requires_grad, bool recording,
   py::list steps;
   steps.append(py::make_tuple(repeat, reads));
   kind->forward[recording].push_back(std::make_unique<const Forward>(
-      Forward{program_of(tensors, strided, steps, py::list()), saved}));
+      Forward{program_of(tensors, strided, copied, steps, py::list()), saved}));
 }
 
 // number: of a Recorded.
 void add_backward(uint64_t number, uint32_t asked, uint32_t arrived, const py::sequence& inputs,
-                  const std::vector<size_t>& strided, const py::sequence& steps,
-                  const py::sequence& gives) {
+                  const std::vector<size_t>& strided, const std::vector<size_t>& copied,
+                  const py::sequence& steps, const py::sequence& gives) {
   auto* recorded = reinterpret_cast<Recorded*>(number);
   Given given;
   const auto all = py::tuple(inputs);
@@ -267,7 +273,7 @@ void add_backward(uint64_t number, uint32_t asked, uint32_t arrived, const py::s
     return;
   }
   recorded->add(std::make_unique<Backward>(
-      Backward{asked, arrived, program_of(inputs, strided, steps, gives)}));
+      Backward{asked, arrived, program_of(inputs, strided, copied, steps, gives)}));
 }
 
 py::object generated(const py::object& python) {
@@ -278,8 +284,8 @@ py::object generated(const py::object& python) {
 }
 
 void add_generated(const py::object& function, const py::sequence& inputs,
-                   const std::vector<size_t>& strided, const py::sequence& steps,
-                   const py::sequence& gives) {
+                   const std::vector<size_t>& strided, const std::vector<size_t>& copied,
+                   const py::sequence& steps, const py::sequence& gives) {
   auto& programs = object_of<Generated>(function, GENERATED).programs;
   Given given;
   const auto all = py::tuple(inputs);
@@ -291,7 +297,7 @@ void add_generated(const py::object& function, const py::sequence& inputs,
     if (program->matches(given.impls)) return;
   }
   programs.push_back(
-      std::make_unique<const Program>(program_of(inputs, strided, steps, gives)));
+      std::make_unique<const Program>(program_of(inputs, strided, copied, steps, gives)));
 }
 
 // ordinary: the dispatch keys of plain tensors. queue, current, enter: the addresses of the driver's

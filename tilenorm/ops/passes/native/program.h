@@ -6,6 +6,7 @@
 #include "launch.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/forward_grad.h>
@@ -33,14 +34,15 @@ struct Like {
   caffe2::TypeMeta dtype;
   at::Device device{at::kCPU};
   std::vector<int64_t> sizes, strides;
-  bool strided = false;
+  bool strided = false, copied = false;  // copied: the passes read a contiguous copy of it
 
-  Like(const Tensor& t, bool strided)
+  Like(const Tensor& t, bool strided, bool copied)
       : dtype(t.dtype()),
         device(t.device()),
         sizes(t.sizes().vec()),
         strides(t.strides().vec()),
-        strided(strided) {}
+        strided(strided),
+        copied(copied) {}
 
   bool matches(const c10::TensorImpl* t) const {
     return t->dtype() == dtype && t->device() == device && t->sizes() == at::IntArrayRef(sizes);
@@ -50,6 +52,13 @@ struct Like {
     return strided ? t->strides() == at::IntArrayRef(strides) : t->is_contiguous();
   }
 };
+
+// A contiguous copy, of which autograd sees nothing.
+inline Tensor copy_of(const c10::TensorImpl* t) {
+  using Pointer = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return Tensor(Pointer::reclaim_copy(const_cast<c10::TensorImpl*>(t))).contiguous();
+}
 
 struct Step {
   RepeatPtr repeat;
@@ -84,10 +93,16 @@ class Program {
   bool run(const c10::TensorImpl* const* given, Tensor* made) const {
     uint64_t addresses[MOST_TENSORS];
     addresses[NOTHING] = 0;
+    std::vector<Tensor> copies;
     size_t end = 1;
     for (size_t i = 0; i < inputs.size(); ++i, ++end) {
       addresses[end] = 0;
-      if (given[i] && !starts_at(given[i], inputs[i]->strided, addresses[end])) return false;
+      const c10::TensorImpl* t = given[i];
+      if (t && inputs[i]->copied) {
+        copies.push_back(copy_of(t));
+        t = copies.back().unsafeGetTensorImpl();
+      }
+      if (t && !starts_at(t, inputs[i]->strided, addresses[end])) return false;
     }
     for (const Step& step : steps) {
       if (!is_current(step.repeat->device)) return false;
