@@ -288,6 +288,11 @@ class Record:
         return [pair for pair in self.pairs if pair.pairs_us]
 
     @property
+    def judged_pairs(self) -> list[Pair]:
+        """Those whose median has an interval: there were enough pairs of steps to say something."""
+        return [pair for pair in self.timed_pairs if pair.more_tokens.low is not None]
+
+    @property
     def on_cpu(self) -> bool:
         return any(run["device"] == "cpu" for run in self.runs)
 

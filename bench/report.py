@@ -247,7 +247,8 @@ def losses_first(pairs: Iterable[Pair]) -> list[Pair]:
 
 
 def gains(records: Iterable[Record]) -> str:
-    """What the second variant of each pair gains, in Markdown, losses first.
+    """What the second variant of each pair gains, in Markdown, losses first. Pairs whose median has
+    no interval are left out.
 
     What the variant "liger" gains beside the same A in the same steps is a column, if it was
     measured anywhere. It has a row where no other variant was measured beside that A.
@@ -255,7 +256,7 @@ def gains(records: Iterable[Record]) -> str:
     by_place: dict[tuple, list[Pair]] = {}
     for record in records:
         gpu = record.runs[0]["machine"].split()[1]
-        for pair in record.timed_pairs:
+        for pair in record.judged_pairs:
             gpus = f"{pair.gpus} × {gpu}" if pair.gpus > 1 else gpu
             by_place.setdefault((pair.label, gpus, pair.base), []).append(pair)
     of_liger = {
@@ -279,11 +280,9 @@ def gains(records: Iterable[Record]) -> str:
 
 def steps(records: Iterable[Record]) -> str:
     """What the second variant gains in a step, in a sentence for each two variants. The slower
-    steps come first, and the sentence with the slowest step. Medians without an interval are left
-    out: there were too few pairs.
+    steps come first, and the sentence with the slowest step.
     """
-    timed = [pair for record in records for pair in record.timed_pairs]
-    pairs = losses_first(pair for pair in timed if pair.more_tokens.low is not None)
+    pairs = losses_first(pair for record in records for pair in record.judged_pairs)
     by_variants = grouped(pairs, "base", "variant")
     return "\n".join(_sentence(a, b, pairs) for (a, b), pairs in by_variants.items())
 

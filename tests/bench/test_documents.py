@@ -171,7 +171,8 @@ def test_gains_have_losses_first_and_those_of_liger_beside_the_same_steps(folder
     ours = of_pairs(
         ("M", "eager", "modules", 9.0), ("M", "compile", "ours", 12.5), ("L", "eager", "patch", 8.0)
     )
-    path.with_name("b.jsonl").write_text("\n".join(map(to_json, [RUN, *ours])))
+    few = Pair("F", "eager", "patch", 1, 6, pairs_us=[[10.0, 99.0]] * 2)  # without an interval
+    path.with_name("b.jsonl").write_text("\n".join(map(to_json, [RUN, *ours, few])))
     header, _, *rows = rows_of(documents.rewritten(path))
     assert "Liger's, beside A" not in header
     assert [row[3] for row in rows] == ["ours", "modules", "patch"]
