@@ -209,7 +209,8 @@ def built(given: Settings, names: Sequence[str]) -> tuple[Training, list[tuple[C
         mesh = init_device_mesh(given.device, sizes, mesh_dim_names=parallel.DIMENSIONS)
     for name in names:
         made.append(model := model_of(given.shape, device=given.device, dtype=torch.bfloat16))
-        parallel.split(model, mesh, gathers=VARIANTS[name][0] in (None, "liger"))
+        of_tilenorm = VARIANTS[name][0] not in (None, "liger")  # the modules that run the norms
+        parallel.split(model, mesh, gathers=not of_tilenorm)
         both.append(prepared(model, name, given.whole))
         parallel.sharded(model, mesh)
         share(model, made[0])

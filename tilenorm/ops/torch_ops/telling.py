@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, is_grad_enabled
 
-from ..passes.base import NONE, Copied, Gradients, Pass
+from ..passes.base import Copied, Gradients, Pass
 from ..passes.bound import Bound
 from ..passes.native import state
 from ..passes.reading import strided
@@ -61,7 +61,7 @@ def _tell_backward(
     what stands at each of Gradients' places.
     """
     extension, steps = state().extension, []
-    apart, copied, in_place = set(), set(), set()
+    copied, in_place = set(), set()
     if extension is None:
         return
     for step_pass, reads, which_eps in run.passes:
@@ -71,13 +71,13 @@ def _tell_backward(
             return
         steps.append((repeat, list(reads)))
         for place in strided(tensors, step_pass.grouped):
-            apart.add(reads[place] - 1)
             (copied if place in copies else in_place).add(reads[place] - 1)
     if copied & in_place:  # one pass reads a tensor where it lies, and another one a copy
         return
     bits = [sum(flag << i for i, flag in enumerate(group)) for group in flags]
     gives = [(place, None) for place in run.gives]
-    places = [[p for p in sorted(group) if p < len(inputs)] for group in (apart, copied)]
+    groups = copied | in_place, copied
+    places = [[p for p in sorted(group) if p < len(inputs)] for group in groups]
     extension.add_backward(number, *bits, inputs, *places, steps, gives)
 
 
@@ -120,7 +120,7 @@ class Generated:
         repeat, copied = ready(run, read, eps)
         if repeat is None:
             return
-        apart = sorted({reads[place] - 1 for place in strided(read, run.grouped)} - {NONE - 1})
+        apart = sorted({reads[place] - 1 for place in strided(read, run.grouped)})
         copies = sorted({reads[place] - 1 for place in copied})
         how = tensors, apart, copies, [(repeat, list(reads))], list(outputs)
         state().extension.add_generated(self.function, *how)
