@@ -19,6 +19,7 @@ from .outputs import (
 )
 from .statistics import Dots, Order, no_dots, order_of_dots
 from .tiles import Cut, Tile, gather_numbers, gather_tiles, load_tiles, write
+from .turns import take_turn
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,9 @@ def norm_backward(
     chunk = ct.bid(0) % cut.CHUNKS if shared else 0
     step = ct.num_blocks(0) // cut.CHUNKS
     home = cut.home(a.X, b, chunk)
+    # Blocks that exchange sums follow clear_slots, which has waited for what they read here.
+    exchanges = shared and this.THROUGH
+    take_turn(how.OVERLAP and not exchanges)
     weights = this.weights(home)
     biases = read_biases(a, home) if given(a.B) and this.GATES else ()
     dws = zeros(cut) if DW else ()
@@ -122,8 +126,7 @@ def norm_backward(
     # Gathered rows are read one tile ahead; the compiler itself runs tile loads ahead.
     if not how.TMA:
         ahead = this.gather(b, chunk)
-    if how.OVERLAP and shared:
-        ct.grid_dependency_control_wait()
+    take_turn(how.OVERLAP and exchanges)
     for i in range(b, count, step):
         if how.TMA:
             read = this.load(i)

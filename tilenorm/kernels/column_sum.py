@@ -3,6 +3,7 @@
 import cuda.tile as ct
 
 from .tiles import columns
+from .turns import take_turn
 
 
 @ct.kernel
@@ -16,11 +17,10 @@ def column_sum(
     """out[c] = Σ_r partials[r, c] over `count` rows, in one fixed order.
 
     ARRAYS: PARTIALS (outputs · count, N) float32, and one or two outputs (N,), each in the dtype of
-    its parameter. OVERLAP: may start before the kernel that leaves the partial sums has ended.
+    its parameter. OVERLAP: see take_turn.
     """
     PARTIALS = ARRAYS[0]
-    if OVERLAP:
-        ct.grid_dependency_control_wait()
+    take_turn(OVERLAP)
     cols = columns(ct.bid(0) * TILE, TILE)
     first_row = ct.bid(1) * count
     total = ct.zeros((TILE_ROWS, TILE), dtype=ct.float32)

@@ -104,8 +104,8 @@ class How:
     THREADS: int = 0
     # The weight is read again for every tile, and dx is written last. Both save registers.
     REREAD: bool = False
-    # These three are read where blocks share a row.
+    OVERLAP: bool = False  # see turns.take_turn
+    # These two are read where blocks share a row.
     PADDED_CHUNKS: int = 0  # the smallest power of two that holds the chunks of a row
     # How often a block asks for the numbers of the other blocks before it computes them itself.
     POLLS: int = 0
-    OVERLAP: bool = False  # the kernel starts before the kernel that empties the slots has ended

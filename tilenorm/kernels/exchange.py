@@ -25,6 +25,7 @@ from typing import Any
 import cuda.tile as ct
 
 from .statistics import add_both, two_sums
+from .turns import take_turn
 
 EMPTY = -1  # the bits of a NaN. The GPU's arithmetic never makes it: it makes 0x7fffffff
 SUM_POLLS = 8  # a sum that is NaN after so many polls is taken for one that has a NaN in it
@@ -34,12 +35,8 @@ SUM_POLLS = 8  # a sum that is NaN after so many polls is taken for one that has
 def clear_slots(
     SLOTS, TILE_ROWS: ct.Constant[int], TILE: ct.Constant[int], OVERLAP: ct.Constant[bool]
 ):
-    """Empty the slots (rows, n) of every row.
-
-    OVERLAP: the kernel that uses the slots may start before this kernel has ended.
-    """
-    if OVERLAP:
-        ct.grid_dependency_control_launch_dependents()
+    """Empty the slots (rows, n) of every row. OVERLAP: see take_turn."""
+    take_turn(OVERLAP)
     rows = ct.bid(0) * TILE_ROWS + ct.arange(TILE_ROWS, dtype=ct.int32)[:, None]
     slots = ct.arange(TILE, dtype=ct.int32)[None, :]
     ct.scatter(SLOTS, (rows, slots), ct.full((TILE_ROWS, TILE), EMPTY, dtype=ct.int32))

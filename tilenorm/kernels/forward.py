@@ -21,6 +21,7 @@ from .inputs import Row, inputs_of, is_exact, row_of, write_sum
 from .outputs import fetch_parameters, normalized, outputs_of, write_outputs
 from .statistics import Moments, Order, moments, order_of
 from .tiles import Cut, Tile, gather_tiles, load_tiles, once, write_number
+from .turns import take_turn
 
 
 @ct.kernel
@@ -41,6 +42,7 @@ def row_forward(
     this = pass_of(ForwardArrays(*ARRAYS), first, eps, rows, NORM, CUT, HOW)
     # bid(0) would compile to a division by the size of a cluster.
     tile = this.tile(first + ct.bid(2) * step + ct.bid(1), 0)
+    take_turn(this.how.OVERLAP)
     tiles, kept = this.gather(tile), ()
     if this.how.FETCH:
         tiles, kept = fetch_parameters(this, tile, tiles)
@@ -65,6 +67,7 @@ def stream_forward(
     """
     this = pass_of(ForwardArrays(*ARRAYS), first, eps, rows, NORM, CUT, HOW)
     count = this.cut.tiles(rows)
+    take_turn(this.how.OVERLAP)
     if not this.how.TMA:
         ahead = this.gather(this.tile(first + ct.bid(0), 0))
     for i in range(first + ct.bid(0), count, ct.num_blocks(0)):
@@ -216,8 +219,7 @@ class SharedRow:
             return self.numbers(*self.other(other))
 
         mine = self.numbers(self.tile, row, this.cut.count(chunk))
-        if this.how.OVERLAP:
-            ct.grid_dependency_control_wait()
+        take_turn(this.how.OVERLAP)
         slots = self.slots(len(mine), 0)
         slots.publish(chunk, mine)
         if this.norm.LAYER:

@@ -22,6 +22,7 @@ from .opaque import opaque_zero
 from .outputs import scale as with_offset
 from .statistics import Order
 from .tiles import Cut, Tile, columns, gather_numbers, gather_parameter, gather_tiles
+from .turns import take_turn
 
 
 @ct.kernel
@@ -47,6 +48,7 @@ def group_backward(
     cut, first, end = this.cut, this.first, this.end
     dws = zeros_of_row(cut) if sums.DW else ()
     dbs = zeros_of_row(cut) if sums.DB else ()
+    take_turn(this.how.OVERLAP)
     ahead = this.gather(first)
     for group in range(first // this.per, ct.cdiv(end, this.per)):
         factors, gates = this.factors(group), this.gates(group)
@@ -276,12 +278,11 @@ def group_sum(
     """The gradients of group bid(1), from the sums that the blocks of group_backward have left.
 
     dscale = (w + offset) · A + b · B, dshift = B and dgate = C, added up in one fixed order.
-    blocks: how many blocks group_backward had. ROWS: how many rows its tiles had. OVERLAP: this
-    kernel may start before group_backward has ended.
+    blocks: how many blocks group_backward had. ROWS: how many rows its tiles had. OVERLAP: see
+    take_turn.
     """
     a, norm, sums = BackwardArrays(*ARRAYS), Norm(*NORM), Grouped(*SUMS)
-    if OVERLAP:
-        ct.grid_dependency_control_wait()
+    take_turn(OVERLAP)
     group, groups = ct.bid(1), a.MOD_SCALE.shape[0]
     per = ct.cdiv(rows // groups, ROWS)
     first = block_of(group * per, blocks, per * groups)

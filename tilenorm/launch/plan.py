@@ -133,7 +133,8 @@ class ForwardPlan(Tiling):
         how = {name: getattr(config, name.lower()) for name in ("PACKED", "FETCH", "TMA", "STORE")}
         sharing = self._sharing if self.chunks > 1 else {}
         how |= {"TOGETHER": config.together, "BY_ROWS": self.small and config.rows > 1}
-        return How(**how, THREADS=config.hints.threads if self.ordered else 0, **sharing)
+        how |= {"THREADS": config.hints.threads if self.ordered else 0, "OVERLAP": self._overlap}
+        return How(**how, **sharing)
 
     @cached_property
     def order(self) -> RowOrder:
@@ -186,7 +187,7 @@ class ForwardPlan(Tiling):
             *self._clear(_FORWARD_SLOTS, rows),
             *(
                 # cuTile takes plain tuples alone. Of one of those this is the tuple itself.
-                Launch(kernel, grid, start, tuple, after, self._starts_early)
+                Launch(kernel, grid, start, tuple, after, self._overlap)
                 for grid, start in self._grids(rows)
             ),
         ]
@@ -242,8 +243,8 @@ class BackwardPlan(Tiling):
     def _how(self) -> How:
         config = self.config
         threads = config.hints.threads if backward_rule(self.spec, self.target) else 0
-        how = {"THREADS": threads, "REREAD": config.reread} | self._sharing
-        return How(config.packed, config.tma, config.store, **how)
+        how = {"THREADS": threads, "REREAD": config.reread, "OVERLAP": self._overlap}
+        return How(config.packed, config.tma, config.store, **how, **self._sharing)
 
     @remembered
     def partials(self, rows: int) -> tuple[int, int] | None:
@@ -266,7 +267,7 @@ class BackwardPlan(Tiling):
         kernel = hinted(self.function, config.hints)
         groups = map(constants, (self.norm, self.cut, self._how))
         grid, after = (blocks * self.chunks,), (rows, *groups, self.needs.dw, self.needs.db)
-        main = Launch(kernel, grid, (), MAIN_ARRAYS, after, self._starts_early)
+        main = Launch(kernel, grid, (), MAIN_ARRAYS, after, self._overlap)
         return [*self._clear(_BACKWARD_SLOTS, rows), main, *self._sums(blocks)]
 
     def _sums(self, blocks: int) -> list[Launch]:
@@ -321,17 +322,16 @@ class GroupedPlan(BackwardPlan):
     @remembered
     def launches(self, rows: int, _eps: float, groups: int) -> list[Launch]:
         blocks, sums = self.blocks(rows, groups), constants(self.sums(groups))
-        norm, cut, how = map(constants, (self.norm, self.cut, How()))
+        norm, cut, how = map(constants, (self.norm, self.cut, How(OVERLAP=self._overlap)))
         kernel, after = hinted(self.function, self.config.hints), (rows, norm, cut, how, sums)
-        main = Launch(kernel, (blocks,), (), MAIN_ARRAYS, after)
+        main = Launch(kernel, (blocks,), (), MAIN_ARRAYS, after, self._overlap)
         calls = [main, *self._sums(blocks)]
         if any(self.needs.modulation) and not self.sums(groups).WHOLE:
             config = self.sum_config(blocks, groups)
             tiles = self.config.rows, config.rows, config.tile
-            early = self._overlap and len(calls) == 1  # one kernel may start early
-            after = (rows, blocks, norm, sums, *tiles, early)
+            after = (rows, blocks, norm, sums, *tiles, self._overlap)
             grid = cdiv(self.spec.hidden, config.tile), groups
-            calls.append(Launch(GROUP_SUM, grid, (), of_group_sums, after, early))
+            calls.append(Launch(GROUP_SUM, grid, (), of_group_sums, after, self._overlap))
         return calls
 
 

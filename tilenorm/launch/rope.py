@@ -56,9 +56,10 @@ class RopeForwardPlan(RopePlan):
     @remembered
     def launches(self, sizes: Sizes, eps: float) -> list[Launch]:
         kernel = hinted(rope_forward, self.config.hints)
-        after = (eps, sizes.tokens, *map(constants, (self.norm, self.rope)))
+        groups = map(constants, (self.norm, self.rope))
+        after = (eps, sizes.tokens, *groups, self._overlap)
         return [
-            Launch(kernel, (1, y, z), (first, y), tuple, after)
+            Launch(kernel, (1, y, z), (first, y), tuple, after, self._overlap)
             for first, y, z in rectangles(sum(self.items(sizes)))
         ]
 
@@ -99,5 +100,6 @@ class RopeBackwardPlan(RopePlan):
         asked = self.needs.dw, self.needs.dkey_weight
         width = max(self.columns.values(), default=0)
         groups = map(constants, (self.norm, self.rope))
-        main = Launch(kernel, (blocks,), (), MAIN_ARRAYS, (*sizes[:2], *groups, *asked))
+        after = (*sizes[:2], *groups, *asked, self._overlap)
+        main = Launch(kernel, (blocks,), (), MAIN_ARRAYS, after, self._overlap)
         return [main, *self._column_sum(RopeBackwardArrays, [*self.columns], blocks, width)]

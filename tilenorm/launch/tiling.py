@@ -103,18 +103,12 @@ class Tiling:
         return {
             "PADDED_CHUNKS": tile_width(self.chunks),
             "POLLS": POLLS if self._exchanges else 0,
-            "OVERLAP": self._overlap,
         }
 
     @property
     def _overlap(self) -> bool:
         """Whether a kernel starts while the previous one still runs, and waits for it later."""
         return self.target.has_dependent_launch
-
-    @cached_property
-    def _starts_early(self) -> bool:
-        """Whether the norm's kernel starts while clear_slots still runs."""
-        return self._exchanges and self._overlap
 
     def slots(self, rows: int) -> tuple[int, int] | None:
         """Shape of the int32 slots through which blocks exchange partial sums, or None.
@@ -146,4 +140,5 @@ class Tiling:
         padded = tile_width(width)
         tile_rows = max(1, CLEARED // padded)
         grid = (cdiv(rows, tile_rows),)
-        return [Launch(CLEAR_SLOTS, grid, (), take, (tile_rows, padded, self._overlap))]
+        after = (tile_rows, padded, self._overlap)
+        return [Launch(CLEAR_SLOTS, grid, (), take, after, self._overlap)]
