@@ -136,7 +136,7 @@ def test_blocks_that_share_rows_are_resident_at_once(arch):
 
 
 @pytest.mark.parametrize("arch, overlap", [("sm_80", False), ("sm_90", True)])
-def test_the_norm_kernel_overlaps_clear_slots(arch, overlap):
+def test_kernels_of_rows_that_blocks_share_start_early(arch, overlap):
     spec = NormSpec("rms", 65536, "bfloat16", "bfloat16")
     for calls in (
         forward_calls(spec, Target.of(arch), 1000, True),
@@ -145,18 +145,17 @@ def test_the_norm_kernel_overlaps_clear_slots(arch, overlap):
         first, main, *rest = calls
         assert first.kernel is CLEAR_SLOTS
         assert arguments_of(first)["SLOTS"] is arguments_of(main)["SLOTS"]
-        assert [c.overlap for c in calls] == [False, overlap, *(overlap for _ in rest)]
+        assert [c.overlap for c in calls] == [overlap, overlap, *(overlap for _ in rest)]
         assert all(arguments_of(call)["OVERLAP"] is overlap for call in calls)
 
 
 @pytest.mark.parametrize("arch, overlap", [("sm_80", False), ("sm_90", True)])
-def test_one_kernel_starts_before_the_norms_ends(arch, overlap):
-    """The sums over columns, or those by group where nothing has been summed over columns."""
+def test_kernels_of_a_modulated_norm_start_early(arch, overlap):
     for weight, kernels in ((None, 2), ("bfloat16", 3)):
         spec = NormSpec("rms", 64, "bfloat16", weight, mod_scale="bfloat16")
         plan = plan_backward(spec, Target.of(arch), every_gradient(spec))
         calls = calls_of(plan, 1000, 4)
-        assert [c.overlap for c in calls] == [False, overlap, False][:kernels]
+        assert [c.overlap for c in calls] == [overlap] * kernels
 
 
 @each_arch

@@ -104,7 +104,10 @@ class How:
     THREADS: int = 0
     # The weight is read again for every tile, and dx is written last. Both save registers.
     REREAD: bool = False
-    OVERLAP: bool = False  # see turns.take_turn
+    # The kernel may start before the kernel before it has ended, and the next kernel beside so few
+    # blocks of this one; see turns.py.
+    OVERLAP: bool = False
+    FEW: int = 0
     # These two are read where blocks share a row.
     PADDED_CHUNKS: int = 0  # the smallest power of two that holds the chunks of a row
     # How often a block asks for the numbers of the other blocks before it computes them itself.

@@ -35,8 +35,14 @@ SUM_POLLS = 8  # a sum that is NaN after so many polls is taken for one that has
 def clear_slots(
     SLOTS, TILE_ROWS: ct.Constant[int], TILE: ct.Constant[int], OVERLAP: ct.Constant[bool]
 ):
-    """Empty the slots (rows, n) of every row. OVERLAP: see take_turn."""
+    """Empty the slots (rows, n) of every row.
+
+    OVERLAP: see take_turn. The kernel that uses the slots starts when the kernel before this one
+    has ended, so that it reads its inputs while this kernel still runs.
+    """
     take_turn(OVERLAP)
+    if OVERLAP:
+        ct.grid_dependency_control_launch_dependents()
     rows = ct.bid(0) * TILE_ROWS + ct.arange(TILE_ROWS, dtype=ct.int32)[:, None]
     slots = ct.arange(TILE, dtype=ct.int32)[None, :]
     ct.scatter(SLOTS, (rows, slots), ct.full((TILE_ROWS, TILE), EMPTY, dtype=ct.int32))

@@ -6,7 +6,7 @@ from typing import Any
 import cuda.tile as ct
 
 from .arrays import HeadsBack, RopeBackwardArrays, given
-from .constants import Constants, Norm, Rope
+from .constants import Constants, How, Norm, Rope
 from .rotation import Rotary, couples_of
 from .statistics import fused_add
 from .turns import take_turn
@@ -19,9 +19,9 @@ def rope_backward(
     tokens: int,
     NORM: Constants[Norm],
     ROPE: Constants[Rope],
+    HOW: Constants[How],
     DW: ct.Constant[bool],
     KEY_DW: ct.Constant[bool],
-    OVERLAP: ct.Constant[bool],
 ):
     """dx = rstd · (g − x̂ · mean(g · x̂)), g = a · (w + offset), x̂ = x · rstd, with
     (a1, a2) = (dy1 · cos + dy2 · sin', dy2 · cos' − dy1 · sin); the mean is over a head, or over
@@ -29,10 +29,10 @@ def rope_backward(
 
     Block b takes item b, and then every item that is a multiple of the grid's size further on: an
     item is a group of heads for a tile of tokens of a sequence, or all heads of a token. All items
-    of the input come first, and then those of the key. OVERLAP: see take_turn.
+    of the input come first, and then those of the key.
     """
     arrays, rotary = RopeBackwardArrays(*ARRAYS), Rotary(Rope(*ROPE), Norm(*NORM), tokens >> 31)
-    take_turn(OVERLAP)
+    take_turn(How(*HOW).OVERLAP)
     if len(arrays.INPUT) > 0:
         walk(Pass(HeadsBack(*arrays.INPUT), arrays, rotary, batches, tokens, DW, 0), ct.bid(0))
     if len(arrays.KEY) > 0:

@@ -6,10 +6,10 @@ from typing import Any
 import cuda.tile as ct
 
 from .arrays import HeadsIn, RopeForwardArrays, given
-from .constants import Constants, Norm, Rope
+from .constants import Constants, How, Norm, Rope
 from .rotation import Rotary
 from .statistics import fused_add
-from .turns import take_turn
+from .turns import offer_turn, take_turn
 
 
 @ct.kernel
@@ -21,7 +21,7 @@ def rope_forward(
     tokens: int,
     NORM: Constants[Norm],
     ROPE: Constants[Rope],
-    OVERLAP: ct.Constant[bool],
+    HOW: Constants[How],
 ):
     """(y1, y2) = (n1 · cos − n2 · sin, n2 · cos' + n1 · sin') with n = x · rstd · (w + offset).
 
@@ -29,12 +29,14 @@ def rope_forward(
 
     Block (0, y, z) has item `first` + z · `step` + y. An item is a group of heads for a tile of
     tokens of a sequence, or all heads of a token. The groups of the key come behind those of the
-    input. OVERLAP: see take_turn.
+    input.
     """
     arrays, rope = RopeForwardArrays(*ARRAYS), Rope(*ROPE)
     rotary, a = Rotary(rope, Norm(*NORM), tokens >> 31), HeadsIn(*arrays.INPUT)
     item = first + ct.bid(2) * step + ct.bid(1)
-    take_turn(OVERLAP)
+    how = How(*HOW)
+    take_turn(how.OVERLAP)
+    offer_turn(how.FEW, ct.num_blocks(1))
     if len(arrays.KEY) == 0:
         groups = rotary.groups(a.X)
         normalize(Pass(a, arrays, rotary, eps, tokens, 0), item // groups, item % groups)

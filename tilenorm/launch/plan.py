@@ -134,6 +134,8 @@ class ForwardPlan(Tiling):
         sharing = self._sharing if self.chunks > 1 else {}
         how |= {"TOGETHER": config.together, "BY_ROWS": self.small and config.rows > 1}
         how |= {"THREADS": config.hints.threads if self.ordered else 0, "OVERLAP": self._overlap}
+        if isinstance(config, RowForward):
+            how["FEW"] = self._few(config.rows * self.spec.hidden)
         return How(**how, **sharing)
 
     @cached_property

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from ..kernels.constants import Rope
+from ..kernels.constants import How, Rope
 from ..kernels.rope_backward import rope_backward
 from ..kernels.rope_forward import rope_forward
 from . import heuristics
@@ -55,9 +55,12 @@ class RopeForwardPlan(RopePlan):
 
     @remembered
     def launches(self, sizes: Sizes, eps: float) -> list[Launch]:
-        kernel = hinted(rope_forward, self.config.hints)
-        groups = map(constants, (self.norm, self.rope))
-        after = (eps, sizes.tokens, *groups, self._overlap)
+        spec, config = self.spec, self.config
+        kernel = hinted(rope_forward, config.hints)
+        heads = config.rows * config.tiles * spec.rotation.head
+        few = self._few(spec.hidden if spec.by_token else heads)
+        how = How(OVERLAP=self._overlap, FEW=few)
+        after = (eps, sizes.tokens, *map(constants, (self.norm, self.rope, how)))
         return [
             Launch(kernel, (1, y, z), (first, y), tuple, after, self._overlap)
             for first, y, z in rectangles(sum(self.items(sizes)))
@@ -99,7 +102,7 @@ class RopeBackwardPlan(RopePlan):
         blocks = self.blocks(sizes)
         asked = self.needs.dw, self.needs.dkey_weight
         width = max(self.columns.values(), default=0)
-        groups = map(constants, (self.norm, self.rope))
-        after = (*sizes[:2], *groups, *asked, self._overlap)
+        norm, rope, how = map(constants, (self.norm, self.rope, How(OVERLAP=self._overlap)))
+        after = (*sizes[:2], norm, rope, how, *asked)
         main = Launch(kernel, (blocks,), (), MAIN_ARRAYS, after, self._overlap)
         return [main, *self._column_sum(RopeBackwardArrays, [*self.columns], blocks, width)]

@@ -13,12 +13,12 @@ from ..kernels.tiles import Cut
 from ..spec import NormSpec
 from . import heuristics
 from .arrays import taking
-from .calls import Launch, constants
+from .calls import MAX_SIDE, Launch, constants
 from .config import Config, Hints, cdiv, tile_width
 from .kernel import hinted
 from .quantized import quant_of
 from .target import Target
-from .tuned.rules import POLLS
+from .tuned.rules import FEW_ELEMENTS, POLLS
 
 CLEAR_SLOTS = hinted(clear_slots, Hints())
 COLUMN_SUM = hinted(column_sum, Hints())
@@ -109,6 +109,11 @@ class Tiling:
     def _overlap(self) -> bool:
         """Whether a kernel starts while the previous one still runs, and waits for it later."""
         return self.target.has_dependent_launch
+
+    def _few(self, elements: int) -> int:
+        """How many blocks of so many elements leave room for the blocks of the next kernel."""
+        few = FEW_ELEMENTS // elements if self._overlap else 0
+        return min(few, MAX_SIDE // 2)  # more may be a grid of several rows of blocks
 
     def slots(self, rows: int) -> tuple[int, int] | None:
         """Shape of the int32 slots through which blocks exchange partial sums, or None.
