@@ -6,6 +6,7 @@ from cuda.tile._dispatch_mode import DispatchMode
 from cuda.tile._execution import is_stub
 
 from . import dtypes
+from .errors import InterpreterError
 
 TABLE = {}  # stub -> the function that implements it
 
@@ -22,14 +23,15 @@ def implements(stub):
 
 
 class Interpreter(DispatchMode):
-    """The dispatch mode of one launch, with the launch's grid, current block and fill value, and
-    which products are fused.
+    """The dispatch mode of one launch, with the launch's grid, current block and fill value, which
+    products are fused, and what a block waits for.
     """
 
-    def __init__(self, grid: tuple[int, int, int], fill: float, fuse: str = ""):
+    def __init__(self, grid: tuple[int, int, int], fill: float, fuse: str = "", early: str = ""):
         self.grid = grid
         self.fill = fill
         self.fuse = fuse
+        self.early, self.waited = early, False
         self.block, self.number, self.count = (0, 0, 0), 0, prod(grid)
 
     def call_tile_function_from_host(self, func, args, kwargs):
@@ -39,6 +41,14 @@ class Interpreter(DispatchMode):
         if is_stub(func):
             raise NotImplementedError(f"the interpreter does not implement ct.{func.__qualname__}")
         return func.__wrapped__(*args, **kwargs)
+
+    def check_turn(self, verb: str, what: str) -> None:
+        """Raise if this has to come after the block's wait and comes before it."""
+        waits = self.early == "access" or (self.early and verb in ("updates", "starts"))
+        if waits and not self.waited:
+            raise InterpreterError(
+                f"block {self.number} {verb} {what} before it waits for the kernel before"
+            )
 
     def undefined(self, dtype):
         """A 0-d tensor of the value that undefined elements have in this launch."""

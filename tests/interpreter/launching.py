@@ -19,7 +19,7 @@ from .tile import LoopIndex, Tile, as_int, loose_dtype, scalar
 MAX_GRID_DIMENSION = (1 << 24) - 1
 
 
-def launch(grid, kernel, args, *, fill=float("nan"), order=None, fuse="") -> None:
+def launch(grid, kernel, args, *, fill=float("nan"), order=None, fuse="", early="") -> None:
     """Run a kernel on CPU tensors, one block after another. It writes its outputs in place.
 
     Args:
@@ -31,6 +31,9 @@ def launch(grid, kernel, args, *, fill=float("nan"), order=None, fuse="") -> Non
         order: None runs the blocks by index, "reverse" in reverse, and a seed in a shuffled order.
         fuse: "first" or "second" rounds no product that is added to something: of two products that
             are added, the first or the second. By default every product is rounded.
+        early: what a block may do after its grid_dependency_control_wait alone, in a kernel that
+            starts before the kernel before it has ended: "access" arrays, or "update" them by
+            atomics. By default the kernel starts when the kernel before has ended.
 
     Raises:
         InterpreterError: the result on a GPU would be undefined (see errors.py).
@@ -39,11 +42,11 @@ def launch(grid, kernel, args, *, fill=float("nan"), order=None, fuse="") -> Non
         ValueError: the grid cannot be launched.
     """
     grid = _check_grid(grid)
-    mode = Interpreter(grid, fill, fuse)
+    mode = Interpreter(grid, fill, fuse, early)
     bound = arguments.bind(kernel, tuple(args), mode)
     with mode.as_current(), _tile_builtins(kernel._pyfunc):
         for index, block in _blocks(grid, order):
-            mode.block, mode.number = block, index
+            mode.block, mode.number, mode.waited = block, index, False
             kernel._pyfunc(*bound)
 
 

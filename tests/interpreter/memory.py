@@ -58,6 +58,7 @@ class Array(ct.Array):
         self.last_blocks: dict[str, torch.Tensor] = {}
 
     def load(self, offsets: torch.Tensor) -> torch.Tensor:
+        self.launch.check_turn("reads", f"'{self.name}'")
         if self.launch.count > 1:
             self._check_race(offsets, "write", "reads")
             self._check_race(offsets, "atomic", "reads")
@@ -65,6 +66,7 @@ class Array(ct.Array):
         return read(self.flat, offsets)
 
     def store(self, offsets: torch.Tensor, values: torch.Tensor) -> None:
+        self.launch.check_turn("writes", f"'{self.name}'")
         self._check_aliases()
         if has_duplicates(offsets):
             raise InterpreterError(f"one store writes an element of '{self.name}' twice")
@@ -79,6 +81,7 @@ class Array(ct.Array):
 
         Returns the old elements.
         """
+        self.launch.check_turn("updates", f"'{self.name}'")
         self._check_aliases()
         if self.launch.count > 1:
             self._check_race(offsets, "write", "updates")

@@ -95,9 +95,14 @@ def _num_blocks(axis):
 
 
 @implements(ct.grid_dependency_control_wait)
+def _grid_dependency_control_wait():
+    current().waited = True
+
+
 @implements(ct.grid_dependency_control_launch_dependents)
-def _grid_dependency_control():
-    return None
+def _grid_dependency_control_launch_dependents():
+    """The next kernel relies on the wait of this one, see kernels/turns.py."""
+    current().check_turn("starts", "the next kernel")
 
 
 @implements(ct.static_eval)

@@ -138,6 +138,50 @@ def test_what_is_undefined_is_refused(message, kernel, blocks, args, order):
         run(kernel, *args, grid=(blocks,), order=order)
 
 
+@ct.kernel
+def copy_and_count(X, Y, COUNT, WHEN: ct.Constant[int]):
+    """Waits at once (0), once it has read (1), written (2) or updated (3), or never (4)."""
+    if WHEN == 0:
+        ct.grid_dependency_control_wait()
+    x = ct.load(X, 0, (4,))
+    if WHEN == 1:
+        ct.grid_dependency_control_wait()
+    ct.store(Y, 0, x)
+    if WHEN == 2:
+        ct.grid_dependency_control_wait()
+    ct.atomic_add(COUNT, (0,), 1)
+    if WHEN == 3:
+        ct.grid_dependency_control_wait()
+
+
+@ct.kernel
+def start_the_next(WAITS: ct.Constant[bool]):
+    if WAITS:
+        ct.grid_dependency_control_wait()
+    ct.grid_dependency_control_launch_dependents()
+
+
+@pytest.mark.parametrize("early, first_refused", [("access", 1), ("update", 3), ("", 5)])
+def test_a_kernel_that_starts_early_waits_before_it_accesses_arrays(early, first_refused):
+    ones = torch.ones(4)
+    for when in range(5):
+        found, count = torch.zeros(4), torch.zeros(1, dtype=torch.int32)
+        if when < first_refused:
+            run(copy_and_count, ones, found, count, when, early=early)
+            assert torch.equal(found, ones)
+        else:
+            verb = "reads 'X'" if early == "access" else "updates 'COUNT'"
+            with pytest.raises(WRONG, match=f"{verb} before it waits"):
+                run(copy_and_count, ones, found, count, when, early=early)
+        assert count.item() == (when < first_refused)
+
+
+def test_the_next_kernel_starts_after_the_wait():
+    run(start_the_next, True, early="access")
+    with pytest.raises(WRONG, match="starts the next kernel before it waits"):
+        run(start_the_next, False, early="access")
+
+
 def test_written_argument_must_not_overlap_another():
     memory = torch.zeros(2, 8)
     with pytest.raises(WRONG, match="'Y' is written and overlaps 'X'"):

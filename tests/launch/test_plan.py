@@ -34,7 +34,7 @@ FAMILY = (
     {"norm": "rms", "gate": "bfloat16"},
     {"norm": "layer", "heads": 6},
 )
-VARIES = {"FETCH", "PACKED", "ROWS", "WIDTHS", "TILE_HEADS", "THREADS", "BY_ROWS"}
+VARIES = {"FETCH", "PACKED", "ROWS", "WIDTHS", "TILE_HEADS", "THREADS", "BY_ROWS", "FEW"}
 SPECS = [
     NormSpec(hidden=hidden, dtype=dtype, weight=dtype, bias=dtype, **next(turns))
     for turns in [cycle(FAMILY)]

@@ -183,9 +183,13 @@ class Interpreter(Executor):
         how = {"fill": fill, "order": order, "fuse": fuse}
 
         def run(launches, arrays, index) -> None:
-            calls = bound(launches, arrays)
+            calls, before = bound(launches, arrays), None
             for call in with_arguments(calls, **({"POLLS": 0} | constants)):
-                kernel, grid, arguments, _ = call
+                kernel, grid, arguments, overlap = call
+                # clear_slots has waited for the kernel before it, and writes the slots alone, which
+                # the next kernel updates.
+                awaited = "update" if before is CLEAR_SLOTS else "access"
+                how["early"], before = awaited if overlap else "", kernel
                 interpreter.launch(grid, kernel, arguments, **how)
                 if exchange and kernel is CLEAR_SLOTS:
                     arguments_of(call)["SLOTS"].zero_()

@@ -8,7 +8,9 @@ that. Loads do not: each warp loads for itself, and one warp would leave a loop 
 warp stays.
 
 Every block ends, and its bits are the same, whichever blocks run beside it, before it or never:
-1. It waits for the end of clear_slots, whose blocks have all started before it, and never wait.
+1. It waits for the end of clear_slots, and a block of clear_slots for the end of the kernel before.
+   A kernel starts early only when all blocks of the kernel before have started, so that none waits
+   for a block that could not start.
 2. A block publishes before it polls, and to publish it waits for no other block of its kernel.
 3. It polls at most 1 + POLLS times for a row, and SUM_POLLS times more in collect_sums. It polls
    as often again for the maxima of a row that is quantised. No other loop depends on another block,
