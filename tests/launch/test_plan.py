@@ -21,7 +21,7 @@ from tilenorm.launch.tiling import CLEAR_SLOTS
 from tilenorm.launch.tuned.quantized import MOST_OF_ROWS, ONE_ROW, SHARED
 from tilenorm.launch.user_table import Key
 from tilenorm.ops.passes.registry import MAX_ROWS
-from tilenorm.spec import NormSpec
+from tilenorm.spec import NormSpec, Rotation
 from tilenorm.table import NORMS
 from tilenorm.tools.precompile import calls_of
 
@@ -156,6 +156,23 @@ def test_kernels_of_a_modulated_norm_start_early(arch, overlap):
         plan = plan_backward(spec, Target.of(arch), every_gradient(spec))
         calls = calls_of(plan, 1000, 4)
         assert [c.overlap for c in calls] == [overlap] * kernels
+
+
+@pytest.mark.parametrize("arch, overlap", [("sm_80", False), ("sm_90", True)])
+def test_the_next_kernel_starts_beside_few_blocks(arch, overlap):
+    """Those of 1 Mi elements at most: see rules.FEW_ELEMENTS."""
+    shapes = [(NormSpec("rms", n, "bfloat16", "bfloat16"), n) for n in (64, 1024, 4096, 8192)]
+    how = {"weight": "bfloat16", "rotation": Rotation(128, 128)}
+    rotated = NormSpec.of("rms_norm_rope", 128, "bfloat16", **how)
+    for spec, n in (*shapes, (rotated, 128)):
+        call = forward_calls(spec, Target.of(arch), 1, False)[-1]
+        few = arguments_of(call)["FEW"]
+        elements = n * arguments_of(call)["ROWS"] * arguments_of(call).get("TILES", 1)
+        assert (few * elements <= 1 << 20 < (few + 1) * elements) if overlap else few == 0
+    shared = forward_calls(NormSpec("rms", 65536, "bfloat16"), Target.of(arch), 1, False)[-1]
+    assert arguments_of(shared)["FEW"] == 0
+    narrow = forward_calls(NormSpec("rms", 1, "bfloat16"), Target.of(arch), 1, False)[-1]
+    assert arguments_of(narrow)["FEW"] < MAX_SIDE
 
 
 @each_arch

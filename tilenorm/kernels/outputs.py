@@ -17,7 +17,7 @@ from .modulation import modulated
 from .opaque import depend_on, dependent_zero
 from .quantize import row_peak, write_quantized
 from .statistics import recentered
-from .tiles import VECTOR, gather_parameter, write
+from .tiles import VECTOR, gather_parameter, joined, write
 
 
 def scale(w, OFFSET):
@@ -233,12 +233,7 @@ def gather_in_parts(W, home, cols, mask, WIDTH):
     for i in ct.static_iter(range(count)):
         inside = None if mask is None else ct.extract(mask, (0, i), (1, WIDTH))
         tiles += (gather_parameter(W, home, ct.extract(cols, (0, i), (1, WIDTH)), inside),)
-    for _ in ct.static_iter(range(count.bit_length() - 1)):
-        pairs = ()
-        for i in ct.static_iter(range(len(tiles) // 2)):
-            pairs += (ct.cat((tiles[2 * i], tiles[2 * i + 1]), 1),)
-        tiles = pairs
-    return tiles[0]
+    return joined(tiles)
 
 
 def part_of_weights(a, cut, how):

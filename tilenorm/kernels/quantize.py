@@ -10,7 +10,7 @@ import cuda.tile as ct
 from .arrays import given
 from .constants import Quant
 from .opaque import rematerialize
-from .tiles import both, once, write, write_number
+from .tiles import both, joined, once, write, write_number
 
 SMALLEST = 1e-12  # a group with a smaller largest magnitude gets the factor of this magnitude
 FIELD = 23  # the bits of float32's mantissa
@@ -105,16 +105,6 @@ def runs(WIDTHS):
         spans += ((first, count),)
         first += count
     return spans
-
-
-def joined(tiles):
-    """The tiles side by side in one tile. They have one shape; their number is a power of two."""
-    for _ in ct.static_iter(range(len(tiles).bit_length() - 1)):
-        pairs = ()
-        for i in ct.static_iter(range(len(tiles) // 2)):
-            pairs += (ct.cat((tiles[2 * i], tiles[2 * i + 1]), 1),)
-        tiles = pairs
-    return tiles[0]
 
 
 def offset_of(a, quant, row, group):

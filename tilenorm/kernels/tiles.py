@@ -280,3 +280,13 @@ def write(X, at, values, STORE):
     else:
         index = (at.place[0], at.cols)
         ct.scatter(X, index, values.astype(X.dtype), mask=at.mask, check_bounds=False)
+
+
+def joined(tiles):
+    """The tiles side by side in one tile. They have one shape; their number is a power of two."""
+    for _ in ct.static_iter(range(len(tiles).bit_length() - 1)):
+        pairs = ()
+        for i in ct.static_iter(range(len(tiles) // 2)):
+            pairs += (ct.cat((tiles[2 * i], tiles[2 * i + 1]), 1),)
+        tiles = pairs
+    return tiles[0]
