@@ -89,6 +89,15 @@ class Op:
     backward: str = "norm_backward"  # the op of its backward pass
     takes_late: tuple[Port, ...] = ()  # the tensors among the options, which are absent by default
 
+    def __post_init__(self):
+        """Makes what its cached properties hold.
+
+        torch.compile guards on the attributes that an object has. Of a property that is first read
+        while torch.compile traces it would refuse its own frame.
+        """
+        for name in ("roles", "made", "tensors", "arguments", "of_rows"):
+            getattr(self, name)
+
     @property
     def stages(self) -> tuple[Stage, ...]:
         """The norms that the op is made of, in the order in which they run."""

@@ -5,6 +5,7 @@ Calls are drawn. Graphs and derivatives of chained, modulated and rotated norms 
 table of ops.
 """
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -27,6 +28,7 @@ from tests.support.calls import (
 from tests.support.drawn import CHAINS, FORMS, draw, laid_out
 from tests.support.passes import Seen, changed, check_decomposition, detached, named
 from tests.support.pretended import by
+from tilenorm.ops.torch_ops import library
 from tilenorm.table import MODULATED_NORMS, NORMS, OPS, ROTATED_NORMS
 
 B, F32 = torch.bfloat16, torch.float32
@@ -44,6 +46,17 @@ def needing(op, arguments: tuple) -> tuple:
         if t is not None:
             t.requires_grad_(port.grad)
     return arguments
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_tracing_adds_nothing_to_a_row_of_the_table(name):
+    """torch.compile guards on what a row holds, and refuses a frame that adds to it (2.11)."""
+    row = replace(OPS[name])
+    held = set(vars(row))
+    tensors = tuple(torch.zeros(2, 8) for _ in row.takes)
+    library.autocast_arguments(row, tensors, (8, *[None] * len(row.options)))
+    assert len(row.arguments) >= len(row.roles) == len(tensors)
+    assert set(vars(row)) == held
 
 
 def check_alone(op, arguments: tuple, served: str, device: str = "cpu") -> tuple:
