@@ -34,7 +34,8 @@ FAMILY = (
     {"norm": "rms", "gate": "bfloat16"},
     {"norm": "layer", "heads": 6},
 )
-VARIES = {"FETCH", "PACKED", "ROWS", "WIDTHS", "TILE_HEADS", "THREADS", "BY_ROWS", "FEW"}
+VARIES = {"FETCH", "PACKED", "ROWS", "WIDTHS", "TILE_HEADS", "THREADS", "BY_ROWS", "EARLY"}
+VARIES |= {"BESIDE"}
 SPECS = [
     NormSpec(hidden=hidden, dtype=dtype, weight=dtype, bias=dtype, **next(turns))
     for turns in [cycle(FAMILY)]
@@ -159,20 +160,35 @@ def test_kernels_of_a_modulated_norm_start_early(arch, overlap):
 
 
 @pytest.mark.parametrize("arch, overlap", [("sm_80", False), ("sm_90", True)])
-def test_the_next_kernel_starts_beside_few_blocks(arch, overlap):
-    """Those of 1 Mi elements at most: see rules.FEW_ELEMENTS."""
+def test_few_blocks_start_early_and_fewer_let_the_next_kernel_start_beside_them(arch, overlap):
+    """Those of 4 Mi elements, and of 1 Mi: see rules.EARLY_ELEMENTS."""
     shapes = [(NormSpec("rms", n, "bfloat16", "bfloat16"), n) for n in (64, 1024, 4096, 8192)]
     how = {"weight": "bfloat16", "rotation": Rotation(128, 128)}
     rotated = NormSpec.of("rms_norm_rope", 128, "bfloat16", **how)
     for spec, n in (*shapes, (rotated, 128)):
-        call = forward_calls(spec, Target.of(arch), 1, False)[-1]
-        few = arguments_of(call)["FEW"]
-        elements = n * arguments_of(call)["ROWS"] * arguments_of(call).get("TILES", 1)
-        assert (few * elements <= 1 << 20 < (few + 1) * elements) if overlap else few == 0
+        for rows in (1, 1_000_000):
+            call = forward_calls(spec, Target.of(arch), rows, False)[-1]
+            given = arguments_of(call)
+            early, beside = given["EARLY"], given["BESIDE"]
+            elements = n * given["ROWS"] * given.get("TILES", 1)
+            most = 1 << 22 if overlap else 0
+            assert early * elements <= most < (early + 1) * elements
+            assert beside * elements <= most // 4 < (beside + 1) * elements
+            assert call.overlap is (overlap and rows == 1) and not given["OVERLAP"]
     shared = forward_calls(NormSpec("rms", 65536, "bfloat16"), Target.of(arch), 1, False)[-1]
-    assert arguments_of(shared)["FEW"] == 0
+    given = arguments_of(shared)
+    assert (given["OVERLAP"], given["EARLY"], given["BESIDE"]) == (overlap, 0, 0)
     narrow = forward_calls(NormSpec("rms", 1, "bfloat16"), Target.of(arch), 1, False)[-1]
-    assert arguments_of(narrow)["FEW"] < MAX_SIDE
+    assert arguments_of(narrow)["EARLY"] < MAX_SIDE
+
+
+@pytest.mark.parametrize("dtype, early", [("float32", False), ("bfloat16", True)])
+def test_a_backward_pass_of_two_sets_of_warps_does_not_start_early(dtype, early):
+    """See rules.NEVER_EARLY. Its column sum does."""
+    spec = NormSpec("rms", 4096, dtype, dtype)
+    main, column_sum = backward_calls(spec, Target.of("sm_90"), 1000, every_gradient(spec))
+    assert main.overlap is early and arguments_of(main)["OVERLAP"] is early
+    assert column_sum.overlap and arguments_of(column_sum)["OVERLAP"]
 
 
 @each_arch

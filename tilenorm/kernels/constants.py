@@ -104,10 +104,11 @@ class How:
     THREADS: int = 0
     # The weight is read again for every tile, and dx is written last. Both save registers.
     REREAD: bool = False
-    # The kernel may start before the kernel before it has ended, and the next kernel beside so few
-    # blocks of this one; see turns.py.
-    OVERLAP: bool = False
-    FEW: int = 0
+    OVERLAP: bool = False  # the kernel may start before the kernel before it has ended: turns.py
+    # Of a kernel with a block for each tile: up to so many blocks start early, and up to so many
+    # let the next kernel start beside them.
+    EARLY: int = 0
+    BESIDE: int = 0
     # These two are read where blocks share a row.
     PADDED_CHUNKS: int = 0  # the smallest power of two that holds the chunks of a row
     # How often a block asks for the numbers of the other blocks before it computes them itself.

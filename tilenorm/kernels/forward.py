@@ -21,7 +21,7 @@ from .inputs import Row, inputs_of, is_exact, row_of, write_sum
 from .outputs import fetch_parameters, normalized, outputs_of, write_outputs
 from .statistics import Moments, Order, moments, order_of
 from .tiles import Cut, Tile, gather_tiles, load_tiles, once, write_number
-from .turns import offer_turn, take_turn
+from .turns import take_turn, take_turn_of_few
 
 
 @ct.kernel
@@ -42,8 +42,7 @@ def row_forward(
     this = pass_of(ForwardArrays(*ARRAYS), first, eps, rows, NORM, CUT, HOW)
     # bid(0) would compile to a division by the size of a cluster.
     tile = this.tile(first + ct.bid(2) * step + ct.bid(1), 0)
-    take_turn(this.how.OVERLAP)
-    offer_turn(this.how.FEW, ct.num_blocks(1))
+    take_turn_of_few(this.how, ct.num_blocks(1))
     tiles, kept = this.gather(tile), ()
     if this.how.FETCH:
         tiles, kept = fetch_parameters(this, tile, tiles)

@@ -9,7 +9,7 @@ from .arrays import HeadsIn, RopeForwardArrays, given
 from .constants import Constants, How, Norm, Rope
 from .rotation import Rotary
 from .statistics import fused_add
-from .turns import offer_turn, take_turn
+from .turns import take_turn_of_few
 
 
 @ct.kernel
@@ -34,9 +34,7 @@ def rope_forward(
     arrays, rope = RopeForwardArrays(*ARRAYS), Rope(*ROPE)
     rotary, a = Rotary(rope, Norm(*NORM), tokens >> 31), HeadsIn(*arrays.INPUT)
     item = first + ct.bid(2) * step + ct.bid(1)
-    how = How(*HOW)
-    take_turn(how.OVERLAP)
-    offer_turn(how.FEW, ct.num_blocks(1))
+    take_turn_of_few(How(*HOW), ct.num_blocks(1))
     if len(arrays.KEY) == 0:
         groups = rotary.groups(a.X)
         normalize(Pass(a, arrays, rotary, eps, tokens, 0), item // groups, item % groups)

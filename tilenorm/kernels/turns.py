@@ -1,29 +1,29 @@
 """How a kernel starts before the kernel before it has ended (programmatic dependent launch).
 
-A launch takes its time before the first block of the kernel runs. With OVERLAP the GPU makes a
-launch while the kernel before still runs, and the kernel itself waits for the end of that kernel.
+A launch takes its time before the first block of the kernel runs. A kernel that may start early is
+launched while the kernel before still runs, and itself waits for the end of that kernel. The kernel
+before may still be writing what this one reads, and reading what this one writes. So a block waits
+before it reads or writes any array. The numbers that it makes of its parameters may lie before.
 """
 
 import cuda.tile as ct
 
 
 def take_turn(OVERLAP):
-    """Wait until the kernel before has ended.
-
-    OVERLAP: this kernel may start before that. So the kernel before may still be writing what this
-    one reads, and reading what this one writes. A block calls this before it reads or writes any
-    array. The numbers that it makes of its parameters may lie before the call.
-    """
+    """Wait until the kernel before has ended. OVERLAP: this kernel may start before that."""
     if OVERLAP:
         ct.grid_dependency_control_wait()
 
 
-def offer_turn(FEW, blocks):
-    """Let the blocks of the next kernel start beside the `blocks` of this one, if these are FEW.
+def take_turn_of_few(how, blocks):
+    """The same for a kernel with a block for each tile, which starts early where it has few blocks.
 
-    FEW: the most blocks that count as few; 0: none do. Blocks that fill the GPU leave no room: the
-    next ones would go to the multiprocessors where blocks end first, and not evenly to all. So they
+    Many blocks gain nothing, and each of them would take longer by the wait. Where the blocks leave
+    room on the multiprocessors, those of the next kernel start beside them, and wait there. Without
+    room they would go to the multiprocessors where blocks end first, and not evenly to all: they
     start when all blocks of this kernel have ended.
     """
-    if FEW > 0 and blocks <= FEW:
-        ct.grid_dependency_control_launch_dependents()
+    if how.EARLY > 0 and blocks <= how.EARLY:
+        ct.grid_dependency_control_wait()
+        if blocks <= how.BESIDE:
+            ct.grid_dependency_control_launch_dependents()

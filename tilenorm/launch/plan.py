@@ -133,9 +133,11 @@ class ForwardPlan(Tiling):
         how = {name: getattr(config, name.lower()) for name in ("PACKED", "FETCH", "TMA", "STORE")}
         sharing = self._sharing if self.chunks > 1 else {}
         how |= {"TOGETHER": config.together, "BY_ROWS": self.small and config.rows > 1}
-        how |= {"THREADS": config.hints.threads if self.ordered else 0, "OVERLAP": self._overlap}
+        how["THREADS"] = config.hints.threads if self.ordered else 0
         if isinstance(config, RowForward):
-            how["FEW"] = self._few(config.rows * self.spec.hidden)
+            how |= self._early(self.config.rows * self.spec.hidden)
+        else:
+            how["OVERLAP"] = self._overlap
         return How(**how, **sharing)
 
     @cached_property
@@ -189,10 +191,16 @@ class ForwardPlan(Tiling):
             *self._clear(_FORWARD_SLOTS, rows),
             *(
                 # cuTile takes plain tuples alone. Of one of those this is the tuple itself.
-                Launch(kernel, grid, start, tuple, after, self._overlap)
+                Launch(kernel, grid, start, tuple, after, self._starts_early(grid))
                 for grid, start in self._grids(rows)
             ),
         ]
+
+    def _starts_early(self, grid: tuple[int, ...]) -> bool:
+        """Whether a launch may start before the launch before it has ended."""
+        if isinstance(self.config, RowForward):
+            return grid[1] <= self._how.EARLY
+        return self._overlap
 
     def _grids(self, rows: int) -> list[tuple[tuple[int, ...], tuple[int, int]]]:
         """(grid, (first, step)) of each launch.
@@ -245,8 +253,14 @@ class BackwardPlan(Tiling):
     def _how(self) -> How:
         config = self.config
         threads = config.hints.threads if backward_rule(self.spec, self.target) else 0
-        how = {"THREADS": threads, "REREAD": config.reread, "OVERLAP": self._overlap}
+        how = {"THREADS": threads, "REREAD": config.reread, "OVERLAP": self._starts_early}
         return How(config.packed, config.tma, config.store, **how, **self._sharing)
+
+    @property
+    def _starts_early(self) -> bool:
+        """Whether the norm's kernel may start before the kernel before it has ended."""
+        config = self.config
+        return self._overlap and not (config.tma and config.hints == rules.NEVER_EARLY)
 
     @remembered
     def partials(self, rows: int) -> tuple[int, int] | None:
@@ -269,7 +283,7 @@ class BackwardPlan(Tiling):
         kernel = hinted(self.function, config.hints)
         groups = map(constants, (self.norm, self.cut, self._how))
         grid, after = (blocks * self.chunks,), (rows, *groups, self.needs.dw, self.needs.db)
-        main = Launch(kernel, grid, (), MAIN_ARRAYS, after, self._overlap)
+        main = Launch(kernel, grid, (), MAIN_ARRAYS, after, self._starts_early)
         return [*self._clear(_BACKWARD_SLOTS, rows), main, *self._sums(blocks)]
 
     def _sums(self, blocks: int) -> list[Launch]:

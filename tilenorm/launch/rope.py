@@ -58,11 +58,10 @@ class RopeForwardPlan(RopePlan):
         spec, config = self.spec, self.config
         kernel = hinted(rope_forward, config.hints)
         heads = config.rows * config.tiles * spec.rotation.head
-        few = self._few(spec.hidden if spec.by_token else heads)
-        how = How(OVERLAP=self._overlap, FEW=few)
+        how = How(**self._early(spec.hidden if spec.by_token else heads))
         after = (eps, sizes.tokens, *map(constants, (self.norm, self.rope, how)))
         return [
-            Launch(kernel, (1, y, z), (first, y), tuple, after, self._overlap)
+            Launch(kernel, (1, y, z), (first, y), tuple, after, y <= how.EARLY)
             for first, y, z in rectangles(sum(self.items(sizes)))
         ]
 

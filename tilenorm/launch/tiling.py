@@ -18,7 +18,7 @@ from .config import Config, Hints, cdiv, tile_width
 from .kernel import hinted
 from .quantized import quant_of
 from .target import Target
-from .tuned.rules import FEW_ELEMENTS, POLLS
+from .tuned.rules import BESIDE_ELEMENTS, EARLY_ELEMENTS, POLLS
 
 CLEAR_SLOTS = hinted(clear_slots, Hints())
 COLUMN_SUM = hinted(column_sum, Hints())
@@ -110,10 +110,15 @@ class Tiling:
         """Whether a kernel starts while the previous one still runs, and waits for it later."""
         return self.target.has_dependent_launch
 
-    def _few(self, elements: int) -> int:
-        """How many blocks of so many elements leave room for the blocks of the next kernel."""
-        few = FEW_ELEMENTS // elements if self._overlap else 0
-        return min(few, MAX_SIDE // 2)  # more may be a grid of several rows of blocks
+    def _early(self, elements: int) -> dict[str, int]:
+        """EARLY and BESIDE of How, for a kernel with a block for each tile of so many elements.
+
+        A grid of more than MAX_SIDE // 2 blocks may have several rows of them.
+        """
+        if not self._overlap:
+            return {}
+        most = {"EARLY": EARLY_ELEMENTS, "BESIDE": BESIDE_ELEMENTS}
+        return {name: min(most[name] // elements, MAX_SIDE // 2) for name in most}
 
     def slots(self, rows: int) -> tuple[int, int] | None:
         """Shape of the int32 slots through which blocks exchange partial sums, or None.

@@ -107,11 +107,19 @@ SMALL_BATCH_WARPS = 16
 # longer with one segment. On the H200 layer_norm of 4096, in 16 bits, took 0.92, 0.92 and 0.93 of
 # the time of four segments with two, for 8, 32 and 128 rows, and 0.95 with one.
 SMALL_BATCH_SEGMENTS, SMALL_BATCH_JOINED = 4, {True: (1, 8192), False: (2, 4096)}
-# The next kernel's blocks start beside those of a forward pass of at most so many elements. Timed
-# on an H200 (2026-11-29), beside a start when all blocks have ended: up to 1 Mi elements rms_norm,
-# add_rms_norm, layer_norm, norms of heads and rms_norm_rope took 0.91 to 1.05 of the time, in the
-# mean 0.97. 512 rows of 4096, 2 Mi elements, took 1.13, 1.23 and 1.10.
-FEW_ELEMENTS = 1 << 20
+# A forward pass of up to so many elements starts before the kernel before it has ended. On an H200
+# (2026-11-29, bench/results/h200-early-starts.md) norms took 0.76 to 0.97 of the time for up to 1
+# Mi elements, and rms_norm, layer_norm and add_rms_norm 0.96 to 0.98 for 4 Mi. For 64 Mi these took
+# 0.99 to 1.00, and norms with a gate, quantised norms and rotated heads up to 1.07.
+EARLY_ELEMENTS = 1 << 22
+# Of up to so many elements, the next kernel starts beside the blocks. Beside a start when all
+# blocks have ended it took 0.91 to 1.05 of the time, in the mean 0.97. For 2 Mi elements rms_norm,
+# add_rms_norm and layer_norm took 1.13, 1.23 and 1.10.
+BESIDE_ELEMENTS = 1 << 20
+# A backward pass that reads by tile loads, with these hints, never starts early: two sets of warps
+# compute in its kernel (USETMAXREG in the machine code), and one set in a kernel that waits.
+# Float32 rows of 4096 took 1.06 to 1.15 of the time.
+NEVER_EARLY = Hints(1, 4)
 # How often a block asks for the sums of the other blocks of its row, which takes about 4 ms
 # (2026-11-21). Another kernel on the GPU may delay some blocks of a row by this.
 POLLS = 1 << 12
