@@ -12,9 +12,10 @@ from torch import Tensor
 import tilenorm
 from tests.support.calls import NEEDS_GPU, random, same
 from tests.support.on_gpu import capture
+from tilenorm.launch.tuned.rules import MODULATED_ROW
 
 pytestmark = NEEDS_GPU
-STEPS, SEEDS = 24, 12
+STEPS, SEEDS, HEAD = 24, 16, 64
 ROWS, HIDDEN = (1, 8, 128, 300, 512, 5000), (64, 1001, 1024, 4096, 8192, 16384, 65536)
 
 
@@ -30,7 +31,11 @@ class Chain:
             random(*shape, dtype=dtype, seed=s, device="cuda") for s in range(3)
         )
         self.weight = random(self.n, dtype=dtype, seed=3, device="cuda").requires_grad_()
-        kinds = (self.norm, self.layer_norm, self.of_sum, self.gradient, self.copied, self.filled)
+        angles = random(self.rows, HEAD, dtype=dtype, seed=4, device="cuda")
+        self.tables = angles.cos(), angles.sin()
+        kinds = [self.norm, self.layer_norm, self.of_sum, self.gradient, self.copied, self.filled]
+        kinds += [self.quantized] + [self.modulated] * (self.n <= MODULATED_ROW)
+        kinds += [self.rotated] * (self.n % HEAD == 0)
         self.steps = [draw.choice(kinds) for _ in range(STEPS)]
 
     def norm(self, x: Tensor) -> Tensor:
@@ -49,6 +54,28 @@ class Chain:
         y = tilenorm.rms_norm(x, (self.n,), self.weight)
         dx, dw = torch.autograd.grad(y, (x, self.weight), self.dy)
         return tilenorm.rms_norm(dx, (self.n,), dw)
+
+    def modulated(self, x: Tensor) -> Tensor:
+        """Of one group: forward, backward, and the sums of the group."""
+        x = x.requires_grad_()
+        scale = self.other[:1].clone().requires_grad_()
+        y = tilenorm.modulated_rms_norm(x, (self.n,), scale, weight=self.weight)
+        dx, dscale = torch.autograd.grad(y, (x, scale), self.dy)
+        return tilenorm.rms_norm(dx, (self.n,), dscale[0])
+
+    def rotated(self, x: Tensor) -> Tensor:
+        """Of heads, and their backward pass."""
+        heads = x.view(self.rows, -1, HEAD).requires_grad_()
+        weight = self.weight.detach()[:HEAD].requires_grad_()
+        y = tilenorm.rms_norm_rope(heads, (HEAD,), *self.tables, weight)
+        dx, dw = torch.autograd.grad(y, (heads, weight), self.dy.view_as(y))
+        return tilenorm.rms_norm(dx, (HEAD,), dw).view_as(x)
+
+    def quantized(self, x: Tensor) -> Tensor:
+        weight = self.weight.detach()
+        how = {"scaling": "row", "return_output": True}
+        made = tilenorm.rms_norm_quantized(x, (self.n,), weight, **how)
+        return self.norm(made.output) + made.q.to(x.dtype)
 
     def copied(self, x: Tensor) -> Tensor:
         return torch.empty_like(x).copy_(x)
