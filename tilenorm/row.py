@@ -92,8 +92,8 @@ class Op:
     def __post_init__(self):
         """Makes what its cached properties hold.
 
-        torch.compile guards on the attributes that an object has. Of a property that is first read
-        while torch.compile traces it would refuse its own frame.
+        torch.compile guards on the attributes that an object has. A property that is first read
+        while it traces a call adds one, and torch.compile then refuses this call.
         """
         for name in ("roles", "made", "tensors", "arguments", "of_rows"):
             getattr(self, name)

@@ -34,8 +34,8 @@ FAMILY = (
     {"norm": "rms", "gate": "bfloat16"},
     {"norm": "layer", "heads": 6},
 )
-VARIES = {"FETCH", "PACKED", "ROWS", "WIDTHS", "TILE_HEADS", "THREADS", "BY_ROWS", "EARLY"}
-VARIES |= {"BESIDE"}
+VARIES = {"FETCH", "PACKED", "ROWS", "WIDTHS", "TILE_HEADS", "THREADS", "BY_ROWS"}
+VARIES |= {"EARLY", "BESIDE"}
 SPECS = [
     NormSpec(hidden=hidden, dtype=dtype, weight=dtype, bias=dtype, **next(turns))
     for turns in [cycle(FAMILY)]

@@ -48,17 +48,6 @@ def needing(op, arguments: tuple) -> tuple:
     return arguments
 
 
-@pytest.mark.parametrize("name", OPS)
-def test_tracing_adds_nothing_to_a_row_of_the_table(name):
-    """torch.compile guards on what a row holds, and refuses a frame that adds to it (2.11)."""
-    row = replace(OPS[name])
-    held = set(vars(row))
-    tensors = tuple(torch.zeros(2, 8) for _ in row.takes)
-    library.autocast_arguments(row, tensors, (8, *[None] * len(row.options)))
-    assert len(row.arguments) >= len(row.roles) == len(tensors)
-    assert set(vars(row)) == held
-
-
 def check_alone(op, arguments: tuple, served: str, device: str = "cpu") -> tuple:
     """The decomposition and what Inductor's code calls give the results of the op: these. It takes
     mean and rstd in one dimension, too.
@@ -178,3 +167,14 @@ def test_a_backward_pass_without_rstd_says_so():
     y = op_call("rms_norm", {"input": x}, 8, save=False)["output"]
     with pytest.raises(RuntimeError, match="save was False, its backward needs it; pass True"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_tracing_adds_nothing_to_a_row_of_the_table(name):
+    """torch.compile guards on what a row holds, and refuses a frame that adds to it (2.11)."""
+    row = replace(OPS[name])
+    held = set(vars(row))
+    tensors = tuple(torch.zeros(2, 8) for _ in row.takes)
+    library.autocast_arguments(row, tensors, (8, *[None] * len(row.options)))
+    assert len(row.arguments) >= len(row.roles) == len(tensors)
+    assert set(vars(row)) == held

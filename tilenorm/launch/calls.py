@@ -22,8 +22,8 @@ MAX_SIDE = (1 << 16) - 1  # blocks in the second and in the third dimension
 class Call(NamedTuple):
     """One kernel launch with its arguments.
 
-    overlap: the kernel may start before the previous call has ended. The kernel itself waits until
-    the results of the previous call are in memory.
+    overlap: the kernel may start before the kernel before it in the stream has ended. The kernel
+    itself waits for that end (kernels/turns.py).
     """
 
     kernel: "ct.kernel"

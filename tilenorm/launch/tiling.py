@@ -107,13 +107,14 @@ class Tiling:
 
     @property
     def _overlap(self) -> bool:
-        """Whether a kernel starts while the previous one still runs, and waits for it later."""
+        """Whether a kernel may start before the one before has ended, and wait for that end."""
         return self.target.has_dependent_launch
 
     def _early(self, elements: int) -> dict[str, int]:
         """EARLY and BESIDE of How, for a kernel with a block for each tile of so many elements.
 
-        A grid of more than MAX_SIDE // 2 blocks may have several rows of them.
+        The kernel compares them with one side of its grid. In a grid of several rows of blocks that
+        side is longer than MAX_SIDE // 2.
         """
         if not self._overlap:
             return {}
