@@ -309,11 +309,11 @@ def test_drawn_layouts_have_the_same_bits(device, seed, served, request):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_extension_serves_tensors_that_lie_otherwise(layout, extension):
+def test_the_extension_serves_tensors_that_lie_otherwise(device, layout, extension):
     """In both directions, from a copy where the kernels do not read a tensor in place."""
-    tensors = tensors_of(ADD, 5, N)
+    tensors = tensors_of(ADD, 5, N, device=device)
     tensors = {n: LAYOUTS[layout](t.detach()).requires_grad_() for n, t in tensors.items()}
-    dys = [LAYOUTS[layout](random(5, N, seed=seed)) for seed in range(2)]
+    dys = [LAYOUTS[layout](random(5, N, device=device, seed=seed)) for seed in range(2)]
 
     def forward():
         return call(ADD, tensors)
