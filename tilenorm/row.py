@@ -90,7 +90,7 @@ class Op:
     takes_late: tuple[Port, ...] = ()  # the tensors among the options, which are absent by default
 
     def __post_init__(self):
-        """Makes what its cached properties hold.
+        """Makes what its cached properties hold, but for those of a backward pass alone.
 
         torch.compile guards on the attributes that an object has. A property that is first read
         while it traces a call adds one, and torch.compile then refuses this call.
