@@ -302,10 +302,11 @@ def test_every_form_on_a_gpu(kind, hidden, dtypes):
 @NEEDS_GPU
 @KINDS
 @pytest.mark.parametrize("hidden, dtype", [*product(SIZES[::3], [B]), *product(SIZES[1::3], [F])])
-def test_every_gradient_and_gate_on_a_gpu(kind, hidden, dtype):
+@pytest.mark.parametrize("compared", [gradients, without_effect])
+def test_every_gradient_and_gate_on_a_gpu(compared, kind, hidden, dtype):
     rows = Rows.random(kind, max(64, (1 << 24) // hidden), hidden, "cuda", dtype)
     with one_result(), torch.no_grad():
-        assert not differences(chain(gradients(rows), without_effect(rows)))
+        assert not differences(compared(rows))
 
 
 @NEEDS_GPU

@@ -5,7 +5,6 @@ What they refuse, and what serves in their place.
 
 import warnings
 from dataclasses import replace
-from itertools import cycle
 from random import Random
 
 import pytest
@@ -75,10 +74,23 @@ def compared(form, how, tensors, dims=1, **options) -> None:
 
 
 @EACH_QUANTIZED
-@pytest.mark.parametrize("served", [*SERVED, ON_A_GPU])
+@pytest.mark.parametrize("part", range(5))
+@pytest.mark.parametrize("served", [ON_A_GPU])
+def test_drawn_calls_on_a_gpu(form, served, part):
+    """Each draw has kernels of its own to compile: in parts, other processes compile beside."""
+    compare_drawn(form, served, HOWS * 2, Random(f"{form} {part}"))
+
+
+@EACH_QUANTIZED
+@pytest.mark.parametrize("served", SERVED)
 def test_drawn_calls(form, served):
-    rng, device = Random(f"{form} {served}"), "cuda" if served == "cuda" else "cpu"
-    for how, dtype in zip(HOWS * (10 if served == "cuda" else 1), cycle((B, torch.float16, F))):
+    compare_drawn(form, served, HOWS, Random(f"{form} {served}"))
+
+
+def compare_drawn(form, served, hows, rng) -> None:
+    device = "cuda" if served == "cuda" else "cpu"
+    for how in hows:
+        dtype = rng.choice((B, torch.float16, F))
         sizes = ((128,), (384,), (4, 64)) if how.group else ((1,), (7,), (36,), (640,), (4, 9))
         rows = (1,), (5,), (2, 3)
         if served == "cuda":

@@ -169,10 +169,17 @@ def leaves_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def incoming_of(tensors: dict[str, Tensor], out_dtype=None) -> tuple[Tensor, ...]:
-    """A gradient for each output. out_dtype: of the first one, if it has a dtype of its own."""
+    """A gradient for each output. out_dtype: as in outputs_like."""
+    return gradients_like(outputs_like(tensors, out_dtype))
+
+
+def outputs_like(tensors: dict[str, Tensor], out_dtype=None) -> list[Tensor]:
+    """A tensor of the shape and the dtype of each output. out_dtype: of the first one, if it has a
+    dtype of its own.
+    """
     first = "skip" if "skip" in tensors else "input"
     likes = [tensors[name] for name in (first, "residual") if name in tensors]
-    return gradients_like([likes[0].to(out_dtype or likes[0].dtype), *likes[1:]])
+    return [likes[0].to(out_dtype or likes[0].dtype), *likes[1:]]
 
 
 def gradients_like(likes: Iterable[Tensor]) -> tuple[Tensor, ...]:
@@ -326,10 +333,10 @@ def expected_of(
 ) -> dict[str, tuple[oracle.Truth, Tensor]]:
     """What `step` should give, by the oracle, and PyTorch's own results. Rows have elements."""
     spec, given = spec_of(form, tensors, dims, **options), by_role(form, tensors)
-    outputs = incoming_of(tensors, options.get("out_dtype"))
-    results = dict(zip(("output", "sum"), outputs, strict=False))
-    incoming = results.values() if incoming is None else incoming
-    for name, like, gradient in zip(("dy", "dsum"), results.values(), incoming, strict=False):
+    likes = outputs_like(tensors, options.get("out_dtype"))
+    results = dict(zip(("output", "sum"), likes, strict=False))
+    incoming = gradients_like(likes) if incoming is None else incoming
+    for name, like, gradient in zip(("dy", "dsum"), likes, incoming, strict=False):
         given[name] = torch.zeros_like(like) if gradient is None else gradient
     lead = (-1, spec.heads) if spec.heads else (-1,)
     shapes = dict.fromkeys(("weight", "bias"), lead[1:]) | {"layer_scale": ()}
