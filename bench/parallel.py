@@ -6,10 +6,12 @@ import argparse
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -68,8 +70,8 @@ def joined(device: str) -> Iterator[int]:
 class ColumnParallel(tp.ParallelStyle):
     """A norm of rows of which each process has some columns: of x, of the output and of the weight.
 
-    gathers: it gets whole rows, and what it returns is cut again, because PyTorch has no norm of
-    rows that are cut. tilenorm has.
+    gathers: an nn.RMSNorm gets whole rows and the whole weight, and what it returns is cut again,
+    because PyTorch has no norm of rows that are cut. tilenorm has.
     """
 
     def __init__(self, gathers: bool):
@@ -90,7 +92,16 @@ class ColumnParallel(tp.ParallelStyle):
         def returned(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
             return output.redistribute(placements=columns).to_local()
 
+        if self.gathers:
+            module.forward = partial(_by_whole_weight, module)
         return distribute_module(module, device_mesh, cut, taken, returned)
+
+
+def _by_whole_weight(norm: nn.RMSNorm, x: DTensor) -> DTensor:
+    """The norm of whole rows. PyTorch 2.11's backward pass refuses a weight that is cut."""
+    part: Any = norm.weight  # a DTensor
+    weight = part.redistribute(placements=[Replicate()])
+    return F.rms_norm(x, norm.normalized_shape, weight, norm.eps)
 
 
 def split(model: Transformer, mesh: DeviceMesh | None, gathers: bool) -> None:

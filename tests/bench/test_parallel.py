@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -67,15 +69,33 @@ class Seen(torch.nn.Module):
         return x
 
 
-@pytest.mark.parametrize("gathers", [True, False])
 @on_every_rank
-def test_a_norm_of_cut_rows(gathers):
-    """PyTorch's gets whole rows, and tilenorm's a process's columns; both return the latter."""
+def test_tilenorms_norm_gets_a_processs_columns():
     own = torch.full((3, 1), float(dist.get_rank()), device=device())
-    norm = parallelize_module(Seen(), mesh("4"), parallel.ColumnParallel(gathers))
+    norm = parallelize_module(Seen(), mesh("4"), parallel.ColumnParallel(gathers=False))
     assert norm.weight.placements == (Shard(0),)
     assert torch.equal(norm(own), own)
-    assert norm.columns == (4 if gathers else 1)
+    assert norm.columns == 1
+
+
+@on_every_rank
+def test_pytorchs_norm_gets_whole_rows():
+    """It returns a process's columns, and the gradients of these."""
+    rank, weight = dist.get_rank(), torch.arange(1.0, 5.0, device=device()).requires_grad_()
+    x = torch.arange(12.0, device=device()).reshape(3, 4).sin().requires_grad_()
+    y = F.rms_norm(x, (4,), weight, 1e-6)
+    dx, dw = torch.autograd.grad(y, (x, weight), y.detach())
+    norm = nn.RMSNorm(4, 1e-6, device=device())
+    norm.weight = nn.Parameter(weight.detach())
+    norm = parallelize_module(norm, mesh("4"), parallel.ColumnParallel(gathers=True))
+    own = x.detach()[:, rank : rank + 1].requires_grad_()
+    found = norm(own)
+    found.backward(found.detach())
+    assert norm.weight.placements == norm.weight.grad.placements == (Shard(0),)
+    columns = slice(rank, rank + 1)
+    torch.testing.assert_close(found, y[:, columns])
+    torch.testing.assert_close(own.grad, dx[:, columns])
+    torch.testing.assert_close(norm.weight.grad.to_local(), dw[columns])
 
 
 def test_rows_that_are_cut_unevenly_are_refused():

@@ -7,7 +7,7 @@ tests/launch/test_order.py.
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import chain, cycle, product
+from itertools import cycle, product
 from typing import NamedTuple
 
 import pytest
