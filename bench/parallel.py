@@ -4,6 +4,7 @@ with sequence parallelism over the other. torchrun starts one process a GPU.
 
 import argparse
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -65,6 +66,18 @@ def joined(device: str) -> Iterator[int]:
         yield dist.get_rank()
     finally:
         dist.destroy_process_group()
+
+
+def serve_cut_rows() -> None:
+    """Have PyTorch's operations serve rows that are cut in the hidden dimension, for which there
+    are no kernels. Whatever else the kernels do not serve still raises: see provenance.device.
+    """
+    from tilenorm import ReferenceWarning
+    from tilenorm.ops.torch_ops.sharded_rows import SHARDED
+
+    os.environ.pop("TILENORM_BACKEND", None)
+    warnings.filterwarnings("error", category=ReferenceWarning)
+    warnings.filterwarnings("ignore", f".*: {SHARDED}", ReferenceWarning)
 
 
 class ColumnParallel(tp.ParallelStyle):

@@ -1,5 +1,6 @@
 """``bench train --parallel``: both variants over the same shards, with gloo at a tiny size."""
 
+import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,9 +12,14 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
+import tilenorm
 from bench import pair, parallel
 from bench.pair import Settings, model_of
 from bench.shapes import LLAMA, MODELS, tiny
+from tests.support.pretended import GPU
+from tilenorm.ops.passes import registry
+from tilenorm.ops.torch_ops.sharded_rows import SHARDED
+from tilenorm.spec import NormSpec
 
 from ..distributed.world import device, mesh, on_every_rank
 
@@ -96,6 +102,18 @@ def test_pytorchs_norm_gets_whole_rows():
     torch.testing.assert_close(found, y[:, columns])
     torch.testing.assert_close(own.grad, dx[:, columns])
     torch.testing.assert_close(norm.weight.grad.to_local(), dw[columns])
+
+
+def test_rows_that_are_cut_have_pytorchs_operations(monkeypatch):
+    """Whatever else the kernels do not serve raises an error, and is not timed in their place."""
+    monkeypatch.setenv("TILENORM_BACKEND", "cutile")
+    with warnings.catch_warnings():
+        parallel.serve_cut_rows()
+        assert registry.requested_backend() is None
+        where = "rms_norm", [NormSpec("rms", 64, "bfloat16")], GPU, None
+        registry.select_reference(*where, SHARDED)
+        with pytest.raises(tilenorm.ReferenceWarning, match="the driver is old"):
+            registry.select_reference(*where, "the driver is old")
 
 
 def test_rows_that_are_cut_unevenly_are_refused():
