@@ -75,7 +75,8 @@ def serve_cut_rows() -> None:
     from tilenorm import ReferenceWarning
     from tilenorm.ops.torch_ops.sharded_rows import SHARDED
 
-    os.environ.pop("TILENORM_BACKEND", None)
+    if os.environ.get("TILENORM_BACKEND") == "cutile":
+        del os.environ["TILENORM_BACKEND"]
     warnings.filterwarnings("error", category=ReferenceWarning)
     warnings.filterwarnings("ignore", f".*: {SHARDED}", ReferenceWarning)
 

@@ -87,18 +87,18 @@ def test_tilenorms_norm_gets_a_processs_columns():
 @on_every_rank
 def test_pytorchs_norm_gets_whole_rows():
     """It returns a process's columns, and the gradients of these."""
-    rank, weight = dist.get_rank(), torch.arange(1.0, 5.0, device=device()).requires_grad_()
+    columns = slice(dist.get_rank(), dist.get_rank() + 1)
+    weight = torch.arange(1.0, 5.0, device=device()).requires_grad_()
     x = torch.arange(12.0, device=device()).reshape(3, 4).sin().requires_grad_()
     y = F.rms_norm(x, (4,), weight, 1e-6)
     dx, dw = torch.autograd.grad(y, (x, weight), y.detach())
     norm = nn.RMSNorm(4, 1e-6, device=device())
     norm.weight = nn.Parameter(weight.detach())
     norm = parallelize_module(norm, mesh("4"), parallel.ColumnParallel(gathers=True))
-    own = x.detach()[:, rank : rank + 1].requires_grad_()
+    own = x.detach()[:, columns].requires_grad_()
     found = norm(own)
     found.backward(found.detach())
     assert norm.weight.placements == norm.weight.grad.placements == (Shard(0),)
-    columns = slice(rank, rank + 1)
     torch.testing.assert_close(found, y[:, columns])
     torch.testing.assert_close(own.grad, dx[:, columns])
     torch.testing.assert_close(norm.weight.grad.to_local(), dw[columns])
