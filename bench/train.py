@@ -49,10 +49,10 @@ def main(argv: list[str]) -> int:
         sys.exit("there is no GPU, so give --tiny")
     if args.deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    if device != "cpu" and args.parallel:
-        parallel.serve_cut_rows()
     ranks = parallel.joined(device) if args.parallel else nullcontext(0)
     with ranks as rank, command.running(args, ["train", *argv], quiet=rank > 0) as run:
+        if device != "cpu" and args.parallel:
+            parallel.serve_cut_rows()  # after `running`, which asks for the kernels
         for line in _pairs(args, device):
             run.emit(line)
     return 0

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import turns
+
 ROOT = Path(__file__).parents[1]
 CASES = """
 import os, pytest
@@ -64,9 +66,9 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from tests.support import turns
-gib, limit, seconds = map(float, sys.argv[1:4])
-folder = Path(sys.argv[4])
-turns.MOST_SECONDS = limit
+gib, memory, limit, seconds = map(float, sys.argv[1:5])
+folder = Path(sys.argv[5])
+turns.MOST_SECONDS, turns.memory_of_gpu = limit, lambda: memory
 with turns.turn(gib):
     mine = folder / f"{time.monotonic_ns()}"
     mine.touch()
@@ -79,23 +81,43 @@ with turns.turn(gib):
 """
 
 
-def held(folder: Path, *gib: float, limit: float = 60, seconds: float) -> list[subprocess.Popen]:
-    """Processes that each hold a turn for so much memory, until they meet or for some seconds."""
+def held(
+    folder: Path, *gib: float, memory: float = 0, limit: float = 60, seconds: float
+) -> list[subprocess.Popen]:
+    """Processes that each hold a turn for so much memory, until they meet or for some seconds.
+
+    memory: the GiB of the GPU.
+    """
     environment = {"CUDA_VISIBLE_DEVICES": f"test {time.monotonic()}", "PYTHONPATH": str(ROOT)}
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment, "text": True}
-    words = [[str(of), str(limit), str(seconds), str(folder)] for of in gib]
+    words = [[str(of), str(memory), str(limit), str(seconds), str(folder)] for of in gib]
     return [subprocess.Popen([sys.executable, "-c", HOLD, *of], cwd=ROOT, **how) for of in words]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "gib, beside", [((0, 0), True), ((0, 8), True), ((8, 8), False), ((0, 40), False)]
+    "gib, memory, beside",
+    [
+        ((0, 0), 80, True),
+        ((0, 8), 80, True),
+        ((8, 8), 80, False),
+        ((8, 8), 140, True),
+        ((0, 40), 140, False),
+        ((8, 40), 140, False),
+    ],
 )
-def test_cases_with_much_memory_take_turns(gib, beside, tmp_path):
-    for process in held(tmp_path, *gib, seconds=50 if beside else 1.0):
+def test_cases_with_much_memory_take_turns(gib, memory, beside, tmp_path):
+    for process in held(tmp_path, *gib, memory=memory, seconds=50 if beside else 1.0):
         out, err = process.communicate()
         assert process.returncode == 0, err
         assert int(out) == (2 if beside else 1)
+
+
+def test_places_leave_memory_for_the_other_cases():
+    for memory in range(200):
+        count = turns.places(memory)
+        assert count == 1 or count * turns.WIDE_GIB + turns.OTHERS <= memory
+    assert turns.places(80) == 1 and turns.places(140) > 1  # an H100 and an H200
 
 
 def test_a_case_that_does_not_end_is_ended(tmp_path):

@@ -1,6 +1,7 @@
 """``bench train --parallel``: both variants over the same shards, with gloo at a tiny size."""
 
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import tilenorm
-from bench import pair, parallel
+from bench import pair, parallel, provenance, report, train
 from bench.pair import Settings, model_of
 from bench.shapes import LLAMA, MODELS, tiny
 from tests.support.pretended import GPU
@@ -114,6 +115,22 @@ def test_rows_that_are_cut_have_pytorchs_operations(monkeypatch):
         registry.select_reference(*where, SHARDED)
         with pytest.raises(tilenorm.ReferenceWarning, match="the driver is old"):
             registry.select_reference(*where, "the driver is old")
+
+
+def test_the_command_serves_rows_that_are_cut_on_a_gpu(monkeypatch):
+    """What describes the run asks for the kernels once more."""
+    monkeypatch.setenv("TILENORM_BACKEND", "")  # so that what the command sets ends with the test
+    monkeypatch.delenv("TILENORM_BACKEND")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(provenance, "describe_run", lambda *_: {"record": "run"})
+    monkeypatch.setattr(parallel, "joined", lambda _: nullcontext(0))
+    monkeypatch.setattr(report, "render", lambda *_: "")
+    asked = []
+    monkeypatch.setattr(train, "_pairs", lambda *_: asked.append(registry.requested_backend()) or ())
+    with warnings.catch_warnings():
+        train.main(["--pair", "eager", "patch-add", "--parallel", "tp=1"])
+        train.main(["--pair", "eager", "patch-add"])
+    assert asked == [None, "cutile"]
 
 
 def test_rows_that_are_cut_unevenly_are_refused():

@@ -1,14 +1,17 @@
 """Cases of one GPU that many processes run beside each other: memory in turns, and an end for each.
 
-Most cases take little of a GPU's memory, and run beside each other. A case with LARGE GiB or more
-waits until no other such case runs, and one with ALONE GiB or more until no case at all runs. A
-lock of the operating system tells it, which a process that ends gives back.
+Most cases take little of a GPU's memory, and run beside each other. Of cases with LARGE GiB or more
+so many run beside them as the memory has places for. A case with ALONE GiB or more waits until no
+other case runs, which is only at the end. Locks of the operating system tell it, which a process
+that ends gives back.
 """
 
 import faulthandler
+import itertools
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 
 LARGE, ALONE = 4, 30  # GiB of GPU memory
 WIDE, WIDE_GIB = 65536, 20  # the wide rows of tests/kernels, and what a case of them takes at most
+OTHERS = 45  # GiB that all the other cases take together, with what their processes keep
 MOST_KEPT = 1 << 30  # bytes that PyTorch's allocator keeps between two cases
 MOST_SECONDS = 300  # of a case. A GPU that hangs stops a process for good.
 
@@ -39,11 +43,38 @@ def turn(gib: float) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(_locked("all", alone=gib >= ALONE))
         if gib >= LARGE:
-            stack.enter_context(_locked("large", alone=True))
+            stack.enter_context(_place_of(places(memory_of_gpu())))
         stack.callback(_give_back)
         faulthandler.dump_traceback_later(MOST_SECONDS, exit=True, file=sys.__stderr__)
         stack.callback(faulthandler.cancel_dump_traceback_later)
         yield
+
+
+def places(gib: float) -> int:
+    """How many cases with LARGE GiB or more run beside each other on a GPU of so many GiB."""
+    return max(1, int(gib - OTHERS) // WIDE_GIB)
+
+
+def memory_of_gpu() -> float:
+    """The GiB of this process's GPU; 0 without one."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda is None or not cuda.is_available():
+        return 0
+    return cuda.get_device_properties(0).total_memory / 2**30
+
+
+@contextmanager
+def _place_of(count: int) -> Iterator[None]:
+    """One of so many places, as soon as one is free."""
+    for number in itertools.cycle(range(count)):
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(_locked(f"large-{number}", alone=True, wait=False))
+            except BlockingIOError:
+                time.sleep(0.05)
+                continue
+            yield
+            return
 
 
 def _give_back() -> None:
@@ -54,9 +85,10 @@ def _give_back() -> None:
 
 
 @contextmanager
-def _locked(name: str, alone: bool) -> Iterator[None]:
+def _locked(name: str, alone: bool, wait: bool = True) -> Iterator[None]:
     """alone: no other process has the lock; else others that do not ask for it alone may have it.
-    Windows has no such locks: there nothing waits.
+    Without `wait`, raises BlockingIOError where it would wait. Windows has no such locks: there
+    nothing waits.
     """
     if sys.platform == "win32":
         yield
@@ -66,5 +98,6 @@ def _locked(name: str, alone: bool) -> Iterator[None]:
     device = os.environ.get("CUDA_VISIBLE_DEVICES", "all").replace(",", "-")
     path = Path(tempfile.gettempdir()) / f"tilenorm-tests-{os.getuid()}-{device}-{name}.lock"
     with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        kind = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
+        fcntl.flock(file, kind if wait else kind | fcntl.LOCK_NB)
         yield
