@@ -126,7 +126,9 @@ def test_the_command_serves_rows_that_are_cut_on_a_gpu(monkeypatch):
     monkeypatch.setattr(parallel, "joined", lambda _: nullcontext(0))
     monkeypatch.setattr(report, "render", lambda *_: "")
     asked = []
-    monkeypatch.setattr(train, "_pairs", lambda *_: asked.append(registry.requested_backend()) or ())
+    monkeypatch.setattr(
+        train, "_pairs", lambda *_: asked.append(registry.requested_backend()) or ()
+    )
     with warnings.catch_warnings():
         train.main(["--pair", "eager", "patch-add", "--parallel", "tp=1"])
         train.main(["--pair", "eager", "patch-add"])
