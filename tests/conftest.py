@@ -80,8 +80,7 @@ def pytest_collection_modifyitems(config, items: list[pytest.Item]) -> None:
         _keep(config, items, lambda item: not is_of_gpu(item))
     if config.getoption("only_gpu"):
         _keep(config, items, is_of_gpu)
-        # Cases that run alone come last, when few others are left. Else processes would wait there.
-        items.sort(key=lambda item: turns.memory_of(item) >= turns.ALONE)
+        items.sort(key=turns.comes_last)
     if config.getoption("leave_out"):
         names = {*config.getoption("leave_out").read_text().splitlines()}
         _keep(config, items, lambda item: item.nodeid not in names)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -111,6 +112,15 @@ def test_cases_with_much_memory_take_turns(gib, memory, beside, tmp_path):
         out, err = process.communicate()
         assert process.returncode == 0, err
         assert int(out) == (2 if beside else 1)
+
+
+def test_cases_that_run_alone_are_the_last():
+    def case(*gib: float) -> SimpleNamespace:
+        marks = {"gpu_memory": SimpleNamespace(args=gib)} if gib else {}
+        return SimpleNamespace(get_closest_marker=marks.get)
+
+    cases = [case(48), case(), case(8), case(turns.ALONE), case()]
+    assert sorted(cases, key=turns.comes_last) == [cases[i] for i in (1, 2, 4, 0, 3)]
 
 
 def test_places_leave_memory_for_the_other_cases():

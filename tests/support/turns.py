@@ -35,6 +35,13 @@ def memory_of(item: "pytest.Item", hidden: int = 0) -> float:
     return WIDE_GIB if hidden >= WIDE else 0
 
 
+def comes_last(item: "pytest.Item") -> bool:
+    """Whether a case runs alone. It comes last, when it waits for few others: meanwhile its process
+    runs no other case.
+    """
+    return memory_of(item) >= ALONE
+
+
 @contextmanager
 def turn(gib: float) -> Iterator[None]:
     """A block that runs when a GPU has so much memory for it, and ends the process when it takes
@@ -43,7 +50,7 @@ def turn(gib: float) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(_locked("all", alone=gib >= ALONE))
         if gib >= LARGE:
-            stack.enter_context(_place_of(places(memory_of_gpu())))
+            stack.enter_context(_place(places(memory_of_gpu())))
         stack.callback(_give_back)
         faulthandler.dump_traceback_later(MOST_SECONDS, exit=True, file=sys.__stderr__)
         stack.callback(faulthandler.cancel_dump_traceback_later)
@@ -64,7 +71,7 @@ def memory_of_gpu() -> float:
 
 
 @contextmanager
-def _place_of(count: int) -> Iterator[None]:
+def _place(count: int) -> Iterator[None]:
     """One of so many places, as soon as one is free."""
     for number in itertools.cycle(range(count)):
         with ExitStack() as stack:
