@@ -1,9 +1,9 @@
 """Cases of one GPU that many processes run beside each other: memory in turns, and an end for each.
 
-Most cases take little of a GPU's memory, and run beside each other. Of cases with LARGE GiB or more
-so many run beside them as the memory has places for. A case with ALONE GiB or more waits until no
-other case runs, which is only at the end. Locks of the operating system tell it, which a process
-that ends gives back.
+Most cases take little of a GPU's memory, and run beside each other. A case with LARGE GiB or more
+needs one of the places that the memory has for such cases. A case with ALONE GiB or more waits
+until no other case runs. Locks of the operating system tell it, which a process that ends gives
+back.
 """
 
 import faulthandler
@@ -64,10 +64,15 @@ def places(gib: float) -> int:
 
 def memory_of_gpu() -> float:
     """The GiB of this process's GPU; 0 without one."""
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    cuda = _cuda()
     if cuda is None or not cuda.is_available():
         return 0
     return cuda.get_device_properties(0).total_memory / 2**30
+
+
+def _cuda():
+    """torch.cuda, or None in a process that has not imported PyTorch."""
+    return getattr(sys.modules.get("torch"), "cuda", None)
 
 
 @contextmanager
@@ -86,7 +91,7 @@ def _place(count: int) -> Iterator[None]:
 
 def _give_back() -> None:
     """Leave the memory that this process keeps for later cases to other processes."""
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    cuda = _cuda()
     if cuda and cuda.is_initialized() and cuda.memory_reserved() > MOST_KEPT:
         cuda.empty_cache()
 
