@@ -80,7 +80,7 @@ def pytest_collection_modifyitems(config, items: list[pytest.Item]) -> None:
         _keep(config, items, lambda item: not is_of_gpu(item))
     if config.getoption("only_gpu"):
         _keep(config, items, is_of_gpu)
-        items.sort(key=turns.comes_last)
+        items.sort(key=turns.place_in_run)
     if config.getoption("leave_out"):
         names = {*config.getoption("leave_out").read_text().splitlines()}
         _keep(config, items, lambda item: item.nodeid not in names)

@@ -114,13 +114,14 @@ def test_cases_with_much_memory_take_turns(gib, memory, beside, tmp_path):
         assert int(out) == (2 if beside else 1)
 
 
-def test_cases_that_run_alone_are_the_last():
-    def case(*gib: float) -> SimpleNamespace:
-        marks = {"gpu_memory": SimpleNamespace(args=gib)} if gib else {}
+def test_long_cases_are_the_first_and_those_that_run_alone_the_last():
+    def case(gib: float = 0, **marks) -> SimpleNamespace:
+        marks |= {"gpu_memory": SimpleNamespace(args=(gib,))} if gib else {}
         return SimpleNamespace(get_closest_marker=marks.get)
 
-    cases = [case(48), case(), case(8), case(turns.ALONE), case()]
-    assert sorted(cases, key=turns.comes_last) == [cases[i] for i in (1, 2, 4, 0, 3)]
+    cases = [case(48), case(), case(8), case(turns.ALONE), case(long=True), case(8, long=True)]
+    in_order = [cases[i] for i in (4, 5, 1, 2, 0, 3)]
+    assert sorted(cases, key=turns.place_in_run) == in_order
 
 
 def test_places_leave_memory_for_the_other_cases():

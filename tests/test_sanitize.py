@@ -51,6 +51,7 @@ def test_every_gpu_runs_what_its_architecture_has(arch):
     assert left_out == {job.name for job in sanitize.JOBS if job.config.tma and not target.has_tma}
 
 
+@pytest.mark.long
 @NEEDS_GPU
 @pytest.mark.skipif(not os.path.exists(SANITIZER), reason="needs compute-sanitizer")
 @pytest.mark.parametrize("tool", TOOLS)

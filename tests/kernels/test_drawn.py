@@ -79,6 +79,7 @@ def large() -> list[Batch]:
     return drawn(SPECS, 0, WIDEST, ROWS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("executor", ["gpu"], indirect=True)
 def test_twenty_thousand_rows(executor):
     """All cores compile the kernels of the batches behind the one that runs."""

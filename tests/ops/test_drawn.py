@@ -34,6 +34,7 @@ SERVED = [(dtype, served) for dtype in DTYPES for served in ("reference", "kerne
 SERVED += [(B, "sm_80"), (B, "extension")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype, served", SERVED, ids=name_of, indirect=["served"])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_accuracy(device, served, form, dtype, gradients_made, told):

@@ -290,6 +290,7 @@ def test_a_float32_sum_in_the_interpreter(kind, hidden):
         assert not differences(forms(Rows.random(kind, 6, hidden, "cpu", of_sum=F)))
 
 
+@pytest.mark.long
 @NEEDS_GPU
 @KINDS
 @pytest.mark.parametrize("hidden, dtypes", ON_A_GPU, ids=str)
@@ -299,6 +300,7 @@ def test_every_form_on_a_gpu(kind, hidden, dtypes):
         assert not differences(forms(rows))
 
 
+@pytest.mark.long
 @NEEDS_GPU
 @KINDS
 @pytest.mark.parametrize("hidden, dtype", [*product(SIZES[::3], [B]), *product(SIZES[1::3], [F])])

@@ -73,6 +73,7 @@ def compared(form, how, tensors, dims=1, **options) -> None:
     assert all(torch.equal(found.residual_out, t) for t in total)
 
 
+@pytest.mark.long
 @NEEDS_GPU
 @EACH_QUANTIZED
 @pytest.mark.parametrize("part", range(10))

@@ -1,16 +1,13 @@
 """A row has the same bits wherever it stands in the batch, whatever stands beside it, and in any
 layout. Public functions of drawn specs are compared with one plain call.
 
-On a GPU, `SWEEP="3000 7" python -m pytest tests/ops/test_same_bits.py` draws 3000 specs of seed 7.
+On a GPU, `SWEEP="3000 7" python -m pytest -n 16 tests/ops/test_same_bits.py` draws 3000 specs of
+seed 7.
 """
 
 import os
-import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
 from dataclasses import replace
-from itertools import product
-from typing import NamedTuple
 from unittest.mock import patch
 
 import cuda.tile as ct
@@ -19,19 +16,14 @@ import torch
 from torch import Tensor
 
 from tests.support import cases, draw
-from tests.support.calls import Form, call
+from tests.support.calls import NEEDS_GPU, Form, call
 from tests.support.draw import Case
-from tests.support.executors import Executor
 from tests.support.guarded import guarded
 from tests.support.on_gpu import train
 from tests.support.pretended import pretended_gpu
 from tests.support.quantized import arguments, bits
 from tilenorm.kernels import forward
-from tilenorm.launch.calls import Call, every_gradient
-from tilenorm.launch.plan import plan_backward, plan_forward
-from tilenorm.launch.target import Target
 from tilenorm.spec import TENSORS, NormSpec
-from tilenorm.tools import precompile
 
 # Tensors with rows, and their gradients.
 ROWS = ("input", "residual", "gate", "addend", "skip", "dropout_mask")
@@ -175,56 +167,30 @@ def problems(case: Case, device: str = "cpu") -> list[str]:
     return [f"{check.__name__}: {wrong}" for check in CHECKS for wrong in check(subject)]
 
 
-class Job(NamedTuple):
-    """What to compile before the checks run. until: a time after which nothing more is compiled."""
-
-    case: Case
-    target: Target
-    until: float
-
-
-def compile_ahead(job: Job) -> None:
-    """In another process. A check compiles what is missing, and says what does not compile."""
-    with suppress(Exception):
-        for call in calls_of(job.case, job.target):
-            if time.time() > job.until:
-                break
-            precompile.compile_call(call, job.target.arch)
-
-
-def calls_of(case: Case, target: Target) -> Iterator[Call]:
-    spec, how = case.spec, case.how
-    specs = [spec, *(replace(spec, quantized=how._replace(output=y)) for y in (False, True) if how)]
-    plans = [plan_forward(spec, target, True), plan_backward(spec, target, every_gradient(spec))]
-    plans += [plan_forward(each, target, False) for each in specs]
-    for plan, count in product(plans, {case.rows, *map(len, case.picks().values())}):
-        yield from precompile.calls_of(plan, count * (spec.heads or 1))
-
-
-SECONDS = 300  # of compiling ahead
 SPECS, SEED = map(int, os.environ.get("SWEEP", "200 1").split())  # on a GPU
+EACH = 5  # specs of a case: a GPU's kernels take most of the time to compile
 
 
-def ready(executor: Executor) -> Iterator[Case]:
-    """The cases of an executor; on a GPU each one once it is compiled."""
-    if executor.name != "gpu":
-        yield from draw.drawn(4, cases.INTERPRETERS.index(executor.name) + 1, draw.INTERPRETER)
-        return
-    torch.cuda.empty_cache()
-    drawn = draw.drawn(SPECS, SEED, draw.GPU)
-    jobs = [Job(case, executor.target, time.time() + SECONDS) for case in drawn]
-    with precompile.compiling(compile_ahead, jobs, None) as done:
-        yield from (case for case, _ in zip(drawn, done, strict=True))
+def check_each(drawn: list[Case], device: str) -> None:
+    for case in drawn:
+        try:
+            assert not problems(case, device)
+        except Exception as error:
+            raise AssertionError(str(case)) from error
 
 
+@pytest.mark.parametrize("executor", cases.INTERPRETERS, indirect=True)
 def test_drawn_rows(executor):
-    arch = executor.name.removeprefix("interpreter_")
-    with nullcontext() if arch == "gpu" else pretended_gpu(arch):
-        for case in ready(executor):
-            try:
-                assert not problems(case, executor.device)
-            except Exception as error:
-                raise AssertionError(str(case)) from error
+    with pretended_gpu(executor.name.removeprefix("interpreter_")):
+        seed = cases.INTERPRETERS.index(executor.name) + 1
+        check_each(draw.drawn(4, seed, draw.INTERPRETER), executor.device)
+
+
+@NEEDS_GPU
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(0, SPECS, EACH))
+def test_drawn_rows_on_a_gpu(first):
+    check_each(draw.drawn(SPECS, SEED, draw.GPU)[first : first + EACH], "cuda")
 
 
 def by_place_in_the_tile(real):

@@ -139,6 +139,7 @@ def test_drawn_calls(served, op, examples):
     assert bool(written) == writes or examples == 1
 
 
+@pytest.mark.long
 @NEEDS_GPU
 @pytest.mark.parametrize("op", NAMES)
 def test_drawn_calls_on_a_gpu(op):

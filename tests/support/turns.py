@@ -35,11 +35,14 @@ def memory_of(item: "pytest.Item", hidden: int = 0) -> float:
     return WIDE_GIB if hidden >= WIDE else 0
 
 
-def comes_last(item: "pytest.Item") -> bool:
-    """Whether a case runs alone. It comes last, when it waits for few others: meanwhile its process
-    runs no other case.
+def place_in_run(item: "pytest.Item") -> int:
+    """Cases are sorted by this number. Those that the mark `long` names come first, because a run
+    ends with its last case. Those that run alone come last, when they wait for few others:
+    meanwhile their processes run no other case.
     """
-    return memory_of(item) >= ALONE
+    if memory_of(item) >= ALONE:
+        return 2
+    return 0 if item.get_closest_marker("long") else 1
 
 
 @contextmanager
