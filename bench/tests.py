@@ -64,7 +64,7 @@ def _run(cases: Path, run: dict, args, more: list[str], folder: Path) -> None:
     if not cases.exists():
         cases.write_text(json.dumps({"run": identity}) + "\n")
     processes = args.processes or worker.PROCESSES
-    # A process takes one case at a time, so that no other waits behind those that take minutes.
+    # A process has one case waiting, so that few stand behind those that take minutes.
     options = ["-q", "-n", str(processes), "--maxschedchunk=1", "-m", QUICK_AND_SLOW, "--only-gpu"]
     # As words of their own, paths outside the checkout would keep pytest from finding it.
     options += [f"--outcomes={cases.resolve()}", f"--leave-out={done}"]

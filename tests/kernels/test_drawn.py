@@ -45,11 +45,9 @@ def drawn(count: int, seed: int, hidden: int, rows: int) -> list[Batch]:
 
 def check_each(executor, batches: Iterable[Batch], *checks) -> None:
     for found in batches:
-        try:
+        with draw.naming(found):
             for check in (batch.check, *checks):
                 check(executor, found)
-        except Exception as error:
-            raise AssertionError(str(found)) from error
 
 
 def check_order(executor, found: Batch) -> None:

@@ -173,10 +173,8 @@ EACH = 5  # specs of a case: a GPU's kernels take most of the time to compile
 
 def check_each(drawn: list[Case], device: str) -> None:
     for case in drawn:
-        try:
+        with draw.naming(case):
             assert not problems(case, device)
-        except Exception as error:
-            raise AssertionError(str(case)) from error
 
 
 @pytest.mark.parametrize("executor", cases.INTERPRETERS, indirect=True)

@@ -1,5 +1,7 @@
 """Draws cases of any norm of rows: a spec, a number of rows and a seed decide all of a case."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from random import Random
@@ -77,6 +79,15 @@ class Case:
         """The drawn layout of one of the tensors that have rows."""
         halves = self.rows % 2 == 0 and self.seed % 4 < 2
         return layouts.draw(Random(f"{self.seed} {name}"), (self.rows, *self.row_shape), halves)
+
+
+@contextmanager
+def naming(case: object) -> Iterator[None]:
+    """A block whose errors name the case that it checks."""
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(str(case)) from error
 
 
 def drawn(count: int, seed: int, limits: Limits) -> list[Case]:

@@ -36,9 +36,9 @@ def memory_of(item: "pytest.Item", hidden: int = 0) -> float:
 
 
 def place_in_run(item: "pytest.Item") -> int:
-    """Cases are sorted by this number. Those that the mark `long` names come first, because a run
-    ends with its last case. Those that run alone come last, when they wait for few others:
-    meanwhile their processes run no other case.
+    """Cases are sorted by this number. Those with the mark `long` come first: begun late, they
+    would run on when all others have ended. Those that run alone come last, when they wait for few
+    others: a process that waits runs no other case.
     """
     if memory_of(item) >= ALONE:
         return 2
