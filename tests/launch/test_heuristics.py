@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import chain, pairwise, product
+from random import Random
 
 import pytest
 
@@ -84,10 +85,47 @@ def test_the_planner_returns_what_the_table_has(arch, direction, key, table):
         assert for_last == config
         tried = Search(specs[1], target, direction).candidates()
         assert explicit(config, last) in tried, "what tuning would not try"
+        if for_first in [other for _, other in uneven_rows(arch, direction, key)]:
+            assert config.ends_within_a_chunk(first)
+            continue
         # The narrowest row may not reach its last segments.
         widths = for_first.widths
         assert for_first == (config if widths is None else replace(config, widths=widths))
         assert widths is None or config.widths[: len(widths)] == widths
+
+
+def uneven_rows(arch: str, direction: str, key: tuple[str, int]) -> tuple:
+    return getattr(TABLES[arch], f"{direction}_uneven").get(key, ())
+
+
+@each_table
+def test_rows_that_end_within_a_chunk(arch, direction, key, table):
+    """Drawn sizes: what serves those whose last chunk is not full, whatever is asked for, serves no
+    others.
+    """
+    target, rng, unit = Target.of(arch), Random(f"{key}"), 16 // key[1]
+    rows, previous = uneven_rows(arch, direction, key), 0
+    assert [n for n, _ in rows] == sorted({n for n, _ in rows})
+    for most, config in rows:
+        uneven, even = [], []
+        for hidden in (most, *(unit * rng.randint(1, most // unit) for _ in range(400))):
+            own = next(c for n, c in table if hidden <= n)
+            kind = uneven if hidden > previous and own.ends_within_a_chunk(hidden) else even
+            kind.append((spec_of(hidden, key), own))
+        assert len(uneven) > 40 and even
+        tried = Search(spec_of(most, key), target, direction).candidates()
+        assert config in [explicit(c, most) for c in tried], "what tuning would not try"
+        for spec, own in uneven:
+            every = [None if direction == "forward" else every_gradient(spec)]
+            if direction == "backward":
+                y = spec.output_refused is None
+                every.append(every[0]._replace(terms=rng.randint(1, 4), output=y))
+            check(config, spec, target)
+            assert own != config
+            assert {heuristics.chosen(spec, target, needs) for needs in every} == {config}
+        for spec, own in even:
+            assert cases.config(direction, spec, target) != config or own == config
+        previous = most
 
 
 @pytest.mark.parametrize("arch", TABLES)

@@ -77,6 +77,10 @@ class Config:
     def segments(self, hidden: int) -> tuple[int, ...]:
         return self.widths or (tile_width(hidden),)
 
+    def ends_within_a_chunk(self, hidden: int) -> bool:
+        """Whether blocks share a row of so many elements, and the last chunk of it is not full."""
+        return hidden % min(hidden, sum(self.segments(hidden))) > 0
+
     def elements_of_thread(self, hidden: int) -> float:
         """Elements of a tile for each thread."""
         return self.rows * sum(self.segments(hidden)) / self.hints.threads

@@ -410,6 +410,7 @@ def _shipped(
         return None
     table = TABLES[target.name]
     tables = table.forward if needs is None else table.backward
+    uneven = table.forward_uneven if needs is None else table.backward_uneven
     for served in dict.fromkeys((op, shipped_op(spec, op))):
         key = served, spec.widest_item
         fitting = (row for row in tables.get(key, ()) if spec.hidden <= row[0])
@@ -418,11 +419,22 @@ def _shipped(
             break
     source = f"tuned/{target.name}{_untimed(needs.terms if needs else 1)}"
     source += "" if served == op else f", timed as {served}"
-    if needs and (needs.terms > 1 or needs.output):
+    if of_uneven := _of_uneven(uneven.get(key, ()), spec.hidden, config_of_row):
+        config_of_row = of_uneven
+    elif needs and (needs.terms > 1 or needs.output):
         for row, least, output, config in table.more.get(key, ()):
             if row == largest and least <= needs.terms and output <= needs.output:
                 config_of_row, source = config, f"tuned/{target.name}, untimed"
     return config_of_row and (_for_float16(spec, _fitted(config_of_row, spec.hidden)), source)
+
+
+def _of_uneven(rows: tuple, hidden: int, config: Config | None) -> Config | None:
+    """What serves a row in place of its size's configuration if that leaves the last chunk of the
+    row a part of its columns, or None. rows: of the table of such rows.
+    """
+    if config is None or not config.ends_within_a_chunk(hidden):
+        return None
+    return next((of_uneven for most, of_uneven in rows if hidden <= most), None)
 
 
 def _for_float16(spec: NormSpec, config: Config) -> Config:

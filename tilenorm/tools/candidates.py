@@ -53,7 +53,7 @@ NARROWEST_LOAD = 1024  # columns of a row that tile loads read
 NARROWEST_PACKED = 2048
 NARROWEST_FETCHED = 1024
 NARROWEST_REREAD = 6144  # columns; narrower rows have registers for the weights
-WIDEST = {"forward": 32768, "backward": 16384}  # columns of a row that one block holds
+WIDEST = {"forward": 32768, "backward": 18432}  # columns of a row that one block holds
 WIDEST_GATHERED = 8192  # columns of a gathered backward row that is not packed
 THREADS = 2048  # threads of a multiprocessor
 # The most elements of all chunks on a multiprocessor. Each element takes about four float32 values.

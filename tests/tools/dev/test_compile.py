@@ -26,6 +26,7 @@ from tilenorm.launch.tuned.rules import GATED_FLOAT16, VERSIONS
 from tilenorm.launch.tuned.tables import TABLES
 from tilenorm.spec import NormSpec, Quantization
 from tilenorm.tools.dev.digests import Case, rotations
+from tilenorm.tools.dev.digests import spec_of as spec_of_table
 from tilenorm.tools.precompile import calls_of, compile_call
 from tilenorm.tools.specs import token_rows
 
@@ -36,6 +37,7 @@ ROWS, FEW = 65537, 33
 WITH_SKIP = 32  # see heuristics.shipped_op
 BY_MORE = 16  # backward_of_more of sm_90.json has what spilled more
 BY_SHARING = 32
+BY_UNEVEN = 8  # rows that end within a chunk
 BY_GATE = 40  # where no table serves a gate
 # Of heads that are rotated: in pairs, of others, and tokens of more than 4096.
 IN_PAIRS, BY_HEADS, BY_TOKENS = 64, 16, 80
@@ -120,6 +122,25 @@ def sharing_blocks(rng: Random, seed: int) -> Case:
     residual = rng.choice((None, dtype))
     spec = NormSpec("layer", hidden, dtype, dtype, dtype, gate=dtype, residual=residual)
     return passes(spec, ARCHS[seed // 2 % 4], "backward", rng)
+
+
+def uneven(rng: Random, seed: int) -> Case:
+    """A row that ends within a chunk, if a table has a configuration for such rows, in training.
+    Inference spills up to 48 bytes.
+    """
+    direction = cases.DIRECTIONS[seed % 2]
+    tables = getattr(TABLES["sm_90"], direction), getattr(TABLES["sm_90"], f"{direction}_uneven")
+    key = rng.choice(list(tables[1]))
+    own, rows = (table[key] for table in tables)
+    unit = 16 // key[1]
+    fits: list[int] = []
+    while not fits:
+        hidden = unit * rng.randint(1, rng.choice(rows)[0] // unit)
+        config = next(config for most, config in own if hidden <= most)
+        fits = [hidden] * config.ends_within_a_chunk(hidden)
+    dtype = {2: rng.choice(("bfloat16", "float16")), 4: "float32"}[key[1]]
+    spec = spec_of_table(key[0], fits[0], dtype)
+    return passes(spec, "sm_90", direction, rng)._replace(save=True)
 
 
 def rotated(rng: Random, seed: int) -> Case:
@@ -224,6 +245,9 @@ def allowed_of_a_regime(case: Case, kernel: str) -> int:
     allowed = WITH_SKIP if spec.skip else 0
     if spec.gate and heuristics.source(spec, case.target, case.needs).startswith("heuristic"):
         allowed = BY_GATE
+    rows = getattr(TABLES[case.target.name], f"{direction}_uneven") if spills else {}
+    if chosen in [config for _, config in rows.get(alike[1:], ())]:
+        return max(allowed, BY_UNEVEN)
     for (*key, hidden), spilled in spills.items():
         edge = cases.config(direction, replace(spec, hidden=hidden), case.target)
         if tuple(key) == alike and spec.hidden <= hidden and edge == chosen:
@@ -250,6 +274,7 @@ KINDS = (
     (end_of_a_regime, 1, 30, allowed_of_a_regime),
     (several_terms, 0, 12, allowed_of_terms),
     (sharing_blocks, 0, 10, lambda *_: BY_SHARING),
+    (uneven, 1, 10, lambda *_: BY_UNEVEN),
     (rotated, 1, 12, allowed_of_rotated),
     (quantized, 1, 8, lambda *_: BY_SCALES),
     (chain, 0, 4, lambda *_: 0),

@@ -15,13 +15,16 @@ class Table(NamedTuple):
 
     forward, backward: rows of (largest hidden size served, configuration). more: what serves a size
     of `backward` with several terms of dy, or where y is written once more, in rows of (that size,
-    the fewest terms, whether y is written, configuration). spills: bytes that each thread spills,
-    by (kernel, operation, bytes of an element, hidden size). versions: of the compiler and of
-    cuTile, with which all of it was measured, as in user_table.versions().
+    the fewest terms, whether y is written, configuration). forward_uneven, backward_uneven: what
+    serves a row instead that ends within a chunk. spills: bytes that each thread spills, by
+    (kernel, operation, bytes of an element, hidden size). versions: of the compiler and of cuTile,
+    with which all of it was measured, as in user_table.versions().
     """
 
     forward: dict[tuple[str, int], tuple]
     backward: dict[tuple[str, int], tuple]
+    forward_uneven: dict[tuple[str, int], tuple]
+    backward_uneven: dict[tuple[str, int], tuple]
     more: dict[tuple[str, int], tuple]
     spills: dict[tuple[str, str, int, int], int]
     versions: dict[str, str]
@@ -31,9 +34,15 @@ def read(text: str) -> Table:
     """The table in the text of a file."""
     data = json.loads(text)
     spills = _tables(data["spills"], tuple).items()
+
+    def of_sizes(name: str) -> dict:
+        return _tables(data[name], lambda row: (row[0], row[1] and config_of(row[1])))
+
     return Table(
-        _tables(data["forward"], lambda row: (row[0], row[1] and config_of(row[1]))),
-        _tables(data["backward"], lambda row: (row[0], row[1] and config_of(row[1]))),
+        of_sizes("forward"),
+        of_sizes("backward"),
+        of_sizes("forward_of_uneven"),
+        of_sizes("backward_of_uneven"),
         _tables(data["backward_of_more"], lambda row: (*row[:3], config_of(row[3]))),
         {(kernel, *key, n): spilled for key, rows in spills for kernel, n, spilled in rows},
         data["versions"],

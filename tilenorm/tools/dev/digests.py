@@ -127,10 +127,14 @@ def spec_of(op: str, hidden: int, dtype: str, **fields) -> NormSpec:
 def _specs(arch: str, direction: str) -> list[NormSpec]:
     specs: list[NormSpec] = []
     table = getattr(TABLES[arch], direction) if arch in TABLES else None
+    uneven = getattr(TABLES[arch], f"{direction}_uneven") if arch in TABLES else {}
     for dtype, op in product(DTYPES, OPERATIONS):
-        sizes = RULE_SIZES if dtype == "bfloat16" or op in ("rms_norm", "layer_norm") else ()
+        ruled = dtype == "bfloat16" or op in ("rms_norm", "layer_norm")
+        sizes = list(RULE_SIZES if ruled else ())
         if table is not None:
-            sizes = [n for n, _ in table.get((op, ITEM_BYTES[dtype]), ())]
+            key, unit = (op, ITEM_BYTES[dtype]), 16 // ITEM_BYTES[dtype]
+            sizes = [n for n, _ in table.get(key, ())]
+            sizes += [n - unit for n, _ in uneven.get(key, ())]  # these end within a chunk
             sizes += PART_SIZES[dtype]
         specs += [spec_of(op, hidden, dtype) for hidden in sizes]
     for (op, size), rows in (table or {}).items():

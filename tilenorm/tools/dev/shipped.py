@@ -28,7 +28,7 @@ def render(entries: Iterable[Entry], arch: str) -> str:
         chosen = [entry for entry in entries if entry.key.direction == direction]
         by_op = groupby(chosen, lambda e: f"{e.key.op} {e.key.item_bytes}")
         tables[direction] = {name: list(_rows(list(group), arch)) for name, group in by_op}
-    tables["backward_of_more"] = {}
+    tables |= {"forward_of_uneven": {}, "backward_of_uneven": {}, "backward_of_more": {}}
     texts = (f" {json.dumps(name)}: {{{_text(tables[name])}}}" for name in tables)
     # A user's table is read only with the versions that it was measured with.
     texts = [f' "versions": {json.dumps(versions())}', *texts]
