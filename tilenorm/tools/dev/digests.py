@@ -127,20 +127,19 @@ def spec_of(op: str, hidden: int, dtype: str, **fields) -> NormSpec:
 def _specs(arch: str, direction: str) -> list[NormSpec]:
     specs: list[NormSpec] = []
     table = getattr(TABLES[arch], direction) if arch in TABLES else None
-    uneven = getattr(TABLES[arch], f"{direction}_uneven") if arch in TABLES else {}
     for dtype, op in product(DTYPES, OPERATIONS):
-        ruled = dtype == "bfloat16" or op in ("rms_norm", "layer_norm")
-        sizes = list(RULE_SIZES if ruled else ())
+        sizes = RULE_SIZES if dtype == "bfloat16" or op in ("rms_norm", "layer_norm") else ()
         if table is not None:
-            key, unit = (op, ITEM_BYTES[dtype]), 16 // ITEM_BYTES[dtype]
-            sizes = [n for n, _ in table.get(key, ())]
-            sizes += [n - unit for n, _ in uneven.get(key, ())]  # these end within a chunk
+            sizes = [n for n, _ in table.get((op, ITEM_BYTES[dtype]), ())]
             sizes += PART_SIZES[dtype]
         specs += [spec_of(op, hidden, dtype) for hidden in sizes]
+    dtype_of = {ITEM_BYTES[dtype]: dtype for dtype in DTYPES}
     for (op, size), rows in (table or {}).items():
         if op not in OPERATIONS:
-            dtype = next(name for name in DTYPES if ITEM_BYTES[name] == size)
-            specs += [spec_of(op, hidden, dtype) for hidden, config in rows if config]
+            specs += [spec_of(op, hidden, dtype_of[size]) for hidden, config in rows if config]
+    uneven = getattr(TABLES[arch], f"{direction}_uneven") if arch in TABLES else {}
+    for (op, size), rows in uneven.items():
+        specs += [spec_of(op, hidden - 16 // size, dtype_of[size]) for hidden, _ in rows]
     return list(dict.fromkeys([*specs, *(_variants() if table is not None else ())]))
 
 
