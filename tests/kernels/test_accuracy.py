@@ -76,6 +76,9 @@ def test_every_regime_backward(executor, spec):
         if spec.hidden > SUMMED:
             needs = needs._replace(dw=False, db=False)
     inputs = Inputs.random(spec, rows, executor.device)
+    if spec.norm == "layer" and spec.gate_first and spec.hidden == 1:
+        # The mean is x · act(gate). The oracle's product is another float32 number than a GPU's.
+        inputs = executor.with_own_statistics(spec, inputs)
     check(spec, inputs, executor.backward(spec, inputs, needs))
 
 
@@ -105,15 +108,13 @@ def test_float16_overflows_to_infinity(executor, hidden):
 
 
 @pytest.mark.parametrize("activation", OPTIONS["activation"].words)
-def test_a_gated_row_of_one_element_is_its_own_mean(executor, activation, monkeypatch):
+def test_a_gated_row_of_one_element_is_its_own_mean(executor, activation):
     """In the backward pass, too: its x · act(gate) is the product of the forward pass, rounded."""
     gated = {"gate": "float32", "gate_first": True, "activation": activation}
     spec = NormSpec("layer", 1, "float32", "float32", **gated)
     inputs = Inputs.random(spec, 37, executor.device)
-    found = executor.forward(spec, inputs)
-    assert not found["y"].any()
-    monkeypatch.setattr(Inputs, "stats", lambda self, spec: (found["mean"], found["rstd"]))
-    found = executor.backward(spec, inputs)
+    assert not executor.forward(spec, inputs)["y"].any()
+    found = executor.backward(spec, executor.with_own_statistics(spec, inputs))
     assert not found["dw"].any() and not found["dgate"].any()
 
 
