@@ -1,3 +1,4 @@
+import gc
 import itertools
 import os
 import time
@@ -22,7 +23,7 @@ from tilenorm.ops.passes.native import build
 from tilenorm.spec import NormSpec
 
 EXTENSION = "TESTS_EXTENSION"  # a variable: the file of the extension that serves
-ALL = "test_accuracy"  # all cases of this test are quick
+TURNS = "test_accuracy"  # the dtypes take turns in the quick cases of this test
 ONE_OF = 6  # cases that combine what other cases of a test have: so many of them stand for one
 
 
@@ -57,18 +58,33 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TILENORM_CACHE_DIR"] = str(Path(__file__).parent / "no_tables")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Keep Python's search for unreachable objects from what collection makes and imports: that
+    lives to the end, and to look at it again and again took a twentieth of the run.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items: list[pytest.Item]) -> None:
     """Mark as slow each case that tests nothing that a quick case of the same test does not test:
     it combines what they have. Of those, one of ONE_OF runs, drawn by its name; all with -m ''.
 
-    All cases of test_accuracy are quick, because accuracy is the first contract. All cases of a GPU
-    are quick, because nothing else runs them and wide rows are fast there. Without a GPU they are
-    left out: thousands of skipped cases would take time, and hide the others that skip.
+    Of test_accuracy each function is quick by each way of serving, in one dtype, and all other
+    cases are slow: accuracy is the first contract. All cases of a GPU are quick, because nothing
+    else runs them and wide rows are fast there. Without a GPU they are left out: thousands of
+    skipped cases would take time, and hide the others that skip.
     """
+    _mark_out_of_turn([item for item in items if item.originalname == TURNS])
     seen, left_out = defaultdict(set), set()
     for item in sorted(items, key=lambda item: getattr(spec_of(item), "hidden", 0)):
-        if not (is_of_gpu(item) or item.get_closest_marker("slow") or item.originalname == ALL):
+        if not (is_of_gpu(item) or item.get_closest_marker("slow") or item.originalname == TURNS):
             tested = tested_by(item)
             if tested and tested <= seen[item.function]:
                 item.add_marker("slow")
@@ -84,6 +100,21 @@ def pytest_collection_modifyitems(config, items: list[pytest.Item]) -> None:
     if config.getoption("leave_out"):
         names = {*config.getoption("leave_out").read_text().splitlines()}
         _keep(config, items, lambda item: item.nodeid not in names)
+
+
+def _mark_out_of_turn(items: list[pytest.Item]) -> None:
+    """Mark as slow all cases but one of each function and way of serving. The dtypes take turns
+    from one function to the next.
+    """
+    groups = defaultdict(lambda: defaultdict(list))
+    for item in itertools.filterfalse(is_of_gpu, items):
+        given = parameters(item)
+        groups[str(given["form"])][given["served"]].append(item)
+    for turn, by_way in enumerate(groups.values()):
+        for group in by_way.values():
+            for item in group:
+                if item is not group[turn % len(group)]:
+                    item.add_marker("slow")
 
 
 def _keep(config, items: list[pytest.Item], kept: Callable[[pytest.Item], bool]) -> None:

@@ -10,6 +10,7 @@ from bench.op import Case
 from bench.providers import Provider
 from bench.record import Cell, Record
 from bench.run import run
+from tests.support.calls import slow
 
 CASES = [Case("rms_norm", "float32", 8, n) for n in (16, 32)]
 
@@ -64,7 +65,7 @@ def dies(task: compiling.Task, device: str) -> None:
     os._exit(3)
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", [False, *slow(True)])
 def test_processes_end(monkeypatch, capsys, late):
     monkeypatch.setattr(compiling, "PROCESSES", 2)
     compiling.compile_all(cells("tilenorm", "quack"), "cpu", lambda: late)

@@ -9,6 +9,7 @@ import pytest
 import tilenorm.ops
 from bench import beside, cold, host, provenance, turns
 from bench.record import Turns
+from tests.support.calls import slow
 
 pytestmark = pytest.mark.filterwarnings("ignore::tilenorm.ReferenceWarning")
 NAMES = ["torch", "tilenorm"]
@@ -44,7 +45,7 @@ def test_the_command_takes_the_least_of_the_rounds_of_every_way(again, graphs, m
         assert f"{line.op}: host time of a {line.way} in µs (times torch's)" in out
 
 
-@pytest.mark.parametrize("op", ["add_rms_norm", "modulated_layer_norm gated"])
+@pytest.mark.parametrize("op", ["add_rms_norm", *slow("modulated_layer_norm gated")])
 def test_other_work_precedes_each_phase_of_a_call_in_the_cold(again, monkeypatch, without_gpu, op):
     done, work = [], cold.Cold._other_work
 

@@ -9,6 +9,7 @@ import torch
 
 from bench import provenance, record, report, tests
 from bench.__main__ import main
+from tests.support.calls import slow
 
 RUN = {
     "date": "2026-01-02T03:04:05+00:00",
@@ -93,7 +94,7 @@ def test_a_run_that_pytest_could_not_start_has_no_line(machine, tmp_path):
     assert not (tmp_path / "tests.jsonl").exists()
 
 
-@pytest.mark.parametrize("field", ["sources", "driver", "torch"])
+@pytest.mark.parametrize("field", ["sources", *slow("driver", "torch")])
 def test_another_version_or_source_begins_anew(field, machine, tmp_path):
     out = tmp_path / "tests.jsonl"
     assert command(out) == 0

@@ -261,7 +261,7 @@ def placements_of(draw: random.Random, tensor: Tensor, mesh_dims: int, most: int
     return [draw.choice(choices) for _ in range(mesh_dims)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but_first(NAMES[::-1]))
 @pytest.mark.parametrize("seed, number", [(0, 25), pytest.param(1, 80, marks=pytest.mark.slow)])
 @on_every_rank
 def test_drawn_calls(name, seed, number):

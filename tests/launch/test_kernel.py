@@ -14,6 +14,7 @@ import pytest
 from cuda.tile._cext import default_tile_context
 
 from tests.ops.test_memory import at_once
+from tests.support.calls import slow
 from tests.support.executors import forward_calls
 from tests.support.stand_in_compiler import CRASH
 from tilenorm.kernels.forward import row_forward
@@ -43,7 +44,7 @@ def compiled(kernel=None, rows=1000, capability=CAPABILITY):
     return kernel._compile(signature_of(rows), default_tile_context, capability)
 
 
-@pytest.mark.parametrize("folder", ["cache", "off"])
+@pytest.mark.parametrize("folder", ["cache", *slow("off")])
 def test_threads_share_one_compilation_and_one_failure(folder, compiler, monkeypatch):
     if folder == "off":
         monkeypatch.setattr(default_tile_context.config, "cache_dir", None)

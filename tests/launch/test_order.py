@@ -30,7 +30,14 @@ KINDS = ("rms", "layer")
 APART = ("gated_", "modulated_")  # have orders of their own without TILENORM_ONE_RESULT
 SEEDS = 40
 DRAWS = 6  # of each op, size and dtype
-each_target = pytest.mark.parametrize("target", [Target.of(n) for n in TARGETS], ids=list(TARGETS))
+QUICK = {*cases.INTERPRETED, *TABLES}
+each_target = pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param(Target.of(name), id=name, marks=() if name in QUICK else pytest.mark.slow)
+        for name in TARGETS
+    ],
+)
 
 
 def forms(rng: Random, norm: str, hidden: int, dtype: str, apart: bool) -> Iterator[NormSpec]:

@@ -46,6 +46,7 @@ KINDS = ("plain", "steps", "negative", "strided", "op", "refused")
 
 
 SERVED = ("reference", "kernels", "extension")
+QUICK = ("reference", "extension")  # of the longest test
 
 
 @pytest.fixture(params=SERVED)
@@ -106,7 +107,9 @@ def held() -> tuple[int, int, int, int]:
 @pytest.mark.any_torch
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
 @pytest.mark.parametrize("forms, calls", [(FEW, 400), *slow(([*CALLS], 1500))])
-@pytest.mark.parametrize("served", [*SERVED, pytest.param("cuda", marks=NEEDS_GPU)], indirect=True)
+@pytest.mark.parametrize(
+    "served", [*QUICK, *slow("kernels"), pytest.param("cuda", marks=NEEDS_GPU)], indirect=True
+)
 def test_nothing_grows_with_the_number_of_calls(served, forms, calls):
     every = [(kind, *given, 1e-6) for kind in KINDS for given in made(forms, served)]
     draw = Random(0)

@@ -231,7 +231,7 @@ CHECKED = {
 }
 
 
-@pytest.mark.parametrize("name", ["a crash", "nothing is served", *slow("no library", "a wait")])
+@pytest.mark.parametrize("name", ["a crash", *slow("nothing is served", "no library", "a wait")])
 def test_what_the_self_check_finds(name, cxx, tmp_path, monkeypatch):
     """A process of its own makes it, so that an extension that crashes is a reason too."""
     none, message = CHECKED[name]

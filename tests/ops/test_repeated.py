@@ -17,6 +17,7 @@ import tilenorm
 from tests.support.calls import ADD, CALLS, FEW, LAYER, RMS, call, random, same, step, tensors_of
 from tests.support.passes import Seen, SeenFunctions, Subclass
 from tests.support.pretended import WARM
+from tests.support.results import seeds
 from tests.support.served import entered, is_served
 from tests.support.wrong_calls import right_of
 from tilenorm.ops import call as calls
@@ -290,7 +291,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("served", ["in_python", "extension"])
-@pytest.mark.parametrize("seed", range(4))
+@seeds(2, 4)
 def test_drawn_layouts_have_the_same_bits(device, seed, served, request):
     """Calls of one shape, of whose tensors some lie otherwise in memory."""
     request.getfixturevalue(served)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.support import cases, draw
-from tests.support.calls import NEEDS_GPU, Form, call
+from tests.support.calls import NEEDS_GPU, Form, call, slow
 from tests.support.draw import Case
 from tests.support.guarded import guarded
 from tests.support.on_gpu import train
@@ -177,7 +177,9 @@ def check_each(drawn: list[Case], device: str) -> None:
             assert not problems(case, device)
 
 
-@pytest.mark.parametrize("executor", cases.INTERPRETERS, indirect=True)
+@pytest.mark.parametrize(
+    "executor", [*cases.INTERPRETERS[:2], *slow(*cases.INTERPRETERS[2:])], indirect=True
+)
 def test_drawn_rows(executor):
     with pretended_gpu(executor.name.removeprefix("interpreter_")):
         seed = cases.INTERPRETERS.index(executor.name) + 1

@@ -20,6 +20,7 @@ from tests.support.calls import (
     messages,
     random,
     same,
+    slow,
     step,
     tensors_of,
 )
@@ -106,7 +107,7 @@ def test_a_kernel_that_fails_later(compiler, told):
     assert len(messages(told)) == 1
 
 
-@pytest.mark.parametrize("kernel", ["row_forward", "norm_backward", None])
+@pytest.mark.parametrize("kernel", ["row_forward", *slow("norm_backward"), None])
 def test_info_shows_it(kernel, compiler, gpu_of_info, monkeypatch):
     monkeypatch.setattr(info, "NORMS", ("rms_norm",))
     monkeypatch.setattr(info, "NOT_OF_ROWS", ())

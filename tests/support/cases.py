@@ -101,6 +101,13 @@ def tabled(dtype: str) -> list[dict]:
     return [*norms, *added, *gated, {**gated[0], "bias": dtype}, *after]
 
 
+@cache  # architectures and directions share specs, which remember what the planner derives
+def _of_planner(hidden: int, dtype: str) -> list[NormSpec]:
+    return [
+        NormSpec(hidden=hidden, dtype=dtype, **{"norm": "rms", **more}) for more in tabled(dtype)
+    ]
+
+
 @cache
 def regimes(direction: str, arch: str, dtype: str, aligned: bool) -> list[tuple[int, int]]:
     """(first, last) hidden size of each regime in ascending order: aligned sizes, or odd ones."""
@@ -109,11 +116,12 @@ def regimes(direction: str, arch: str, dtype: str, aligned: bool) -> list[tuple[
     def size(i: int) -> int:
         return i * unit if aligned else i * unit - 1
 
+    on = target(arch)
+
     @cache  # bisection asks for the ends of an interval again
     def regime(i: int):
-        spec = NormSpec("rms", size(i), dtype)
-        chosen = [config(direction, replace(spec, **more), target(arch)) for more in tabled(dtype)]
-        return *chosen, tile_width(spec.hidden)
+        specs = _of_planner(size(i), dtype)
+        return *(config(direction, spec, on) for spec in specs), tile_width(size(i))
 
     count, points = MAX_HIDDEN // unit, [*range(1, 16 // unit)]
     # Two regimes that end within 8 elements would pass for one; of rows of 1024 elements and more,

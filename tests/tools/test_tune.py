@@ -54,7 +54,7 @@ def rotated(heads: int) -> NormSpec:
     [
         *zip(SPECS, cycle(cases.DIRECTIONS), (1, 3, 1, 1, 1, 1), strict=False),
         (rotated(1), "forward", 1),
-        (rotated(3), "backward", 1),
+        *slow((rotated(3), "backward", 1)),
         (MODULATED, "backward", 1),
     ],
     ids=cases.label,
@@ -93,7 +93,7 @@ def move_the_smallest(rows) -> None:
     rows.view(-1)[at] += rows.abs().max() / 100
 
 
-@each_direction
+@pytest.mark.parametrize("direction", ["forward", *slow("backward")])
 def test_wrong_results_are_seen(direction):
     search = Search(SPECS[0], H200, direction)
     other = replace(search, spec=replace(SPECS[0], offset=0.1))
